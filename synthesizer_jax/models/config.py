@@ -1,0 +1,235 @@
+"""What defines an encoder-decoder: a frozen configuration, its presets, and its JSON form."""
+
+import dataclasses
+import json
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+
+from synthesizer_jax import scores
+from synthesizer_jax.nn.attention import check_rate
+from synthesizer_jax.nn.layers import Activation
+from synthesizer_jax.scores import DotProduct, Spec, synthesizer
+from synthesizer_jax.scores.base import check_positive
+
+Remat = Literal["none", "full", "dots"]
+DType = Literal["float32", "bfloat16"]
+
+T5_VOCAB_SIZE = 32_128  # 32,000 pieces and 100 sentinels, padded to a multiple of 128
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderDecoderConfig:
+    """A T5-style encoder-decoder whose self-attention is exchangeable."""
+
+    vocab_size: int  # rows of the embedding; a tokenizer may use fewer
+    features: int  # e
+    mlp_features: int  # m
+    heads: int  # h, of self-attention
+    head_dim: int  # d, of self-attention
+    encoder_layers: int
+    decoder_layers: int
+    encoder_attention: Spec
+    decoder_attention: Spec
+    mlp_activation: Activation  # "relu" in T5 v1.0, "gated-gelu" in v1.1
+    tied_embedding: bool  # True: logits from the input embedding, scaled by e^-0.5 (v1.0); False: own matrix (v1.1)
+    cross_heads: int | None = None  # of cross-attention; None: as self-attention
+    cross_head_dim: int | None = None
+    relative_bias: bool = True  # T5's relative position bias, one table per stack, none in cross-attention
+    relative_buckets: int = 32
+    relative_max_distance: int = 128
+    dropout_rate: float = 0.1  # of embeddings, sub-layers, attention weights and the MLP's hidden layer
+    dtype: DType = "float32"  # of the computation; softmax, norms' statistics and logits are float32 in any case
+    param_dtype: DType = "float32"
+    scan_layers: bool = True  # one compiled layer for all of a stack, parameters stacked along a leading axis
+    remat: Remat = "none"  # "full": recompute each layer in the backward pass; "dots": keep its matrix products
+
+    def __post_init__(self):
+        sizes = ("vocab_size", "features", "mlp_features", "heads", "head_dim", "encoder_layers", "decoder_layers")
+        for name in (*sizes, "relative_buckets", "relative_max_distance"):
+            check_positive(name, getattr(self, name))
+        for name in ("cross_heads", "cross_head_dim"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        for name in ("encoder_attention", "decoder_attention"):
+            if not isinstance(getattr(self, name), Spec):
+                raise ValueError(
+                    f'{name}: expected scores such as synthesizer("R+V", max_length=512), got {getattr(self, name)!r}'
+                )
+        check_rate("dropout_rate", self.dropout_rate)
+        _check_choice("mlp_activation", self.mlp_activation, Activation)
+        _check_choice("remat", self.remat, Remat)
+        for name in ("dtype", "param_dtype"):
+            _check_choice(name, getattr(self, name), DType, "; T5's activations overflow float16")
+        for name in ("tied_embedding", "relative_bias", "scan_layers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+
+    @property
+    def cross_dims(self) -> tuple[int, int]:
+        """(heads, head_dim) of cross-attention."""
+        return self.cross_heads or self.heads, self.cross_head_dim or self.head_dim
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype)
+
+
+def _check_choice(name, value, choices, why=""):
+    if value not in get_args(choices):
+        raise ValueError(f"{name}: expected one of {get_args(choices)}, got {value!r}{why}")
+
+
+# Presets. attention: the paper's letters or a spec, for encoder and decoder; max_length: n of its synthetic parts;
+# overrides: any field of the configuration.
+
+
+def _t5(attention, max_length, sizes, overrides) -> EncoderDecoderConfig:
+    spec = synthesizer(attention, max_length)
+    fields = {"vocab_size": T5_VOCAB_SIZE, "encoder_attention": spec, "decoder_attention": spec} | sizes | overrides
+    unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(EncoderDecoderConfig)})
+    if unknown:
+        known = ", ".join(f.name for f in dataclasses.fields(EncoderDecoderConfig))
+        raise ValueError(f"overrides: {', '.join(unknown)} is no field of the configuration; expected some of {known}")
+    return EncoderDecoderConfig(**fields)
+
+
+def _v1_0(features, mlp_features, heads, head_dim, layers):
+    return {
+        "features": features,
+        "mlp_features": mlp_features,
+        "heads": heads,
+        "head_dim": head_dim,
+        "encoder_layers": layers,
+        "decoder_layers": layers,
+        "mlp_activation": "relu",
+        "tied_embedding": True,
+    }
+
+
+def _v1_1(features, mlp_features, heads, head_dim, layers):
+    return _v1_0(features, mlp_features, heads, head_dim, layers) | {
+        "mlp_activation": "gated-gelu",
+        "tied_embedding": False,
+        "dropout_rate": 0.0,  # as in pretraining; fine-tune with 0.1
+    }
+
+
+def t5_tiny(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+    """T5 v1.0 shapes at a size for laptops and tests: 2+2 layers, 128/512, 4 heads."""
+    return _t5(attention, max_length, _v1_0(128, 512, 4, 32, 2), overrides)
+
+
+def t5_small(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+    """T5 v1.0 small: 6+6 layers, 512/2048, 8 heads of 64; 60M parameters."""
+    return _t5(attention, max_length, _v1_0(512, 2048, 8, 64, 6), overrides)
+
+
+def t5_base(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+    """T5 v1.0 base: 12+12 layers, 768/3072, 12 heads of 64; 223M parameters."""
+    return _t5(attention, max_length, _v1_0(768, 3072, 12, 64, 12), overrides)
+
+
+def t5_large(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+    """T5 v1.0 large: 24+24 layers, 1024/4096, 16 heads of 64; 738M parameters."""
+    return _t5(attention, max_length, _v1_0(1024, 4096, 16, 64, 24), overrides)
+
+
+def t5_3b(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+    """T5 v1.0 3B: 24+24 layers, 1024/16384, 32 heads of 128; 2.85B parameters."""
+    return _t5(attention, max_length, _v1_0(1024, 16_384, 32, 128, 24), overrides)
+
+
+def t5_11b(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+    """T5 v1.0 11B: 24+24 layers, 1024/65536, 128 heads of 128; 11.3B parameters."""
+    return _t5(attention, max_length, _v1_0(1024, 65_536, 128, 128, 24), overrides)
+
+
+def t5_1_1_tiny(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+    """T5 v1.1 shapes at a size for laptops and tests: 2+2 layers, 128/352, 4 heads."""
+    return _t5(attention, max_length, _v1_1(128, 352, 4, 32, 2), overrides)
+
+
+def t5_1_1_small(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+    """T5 v1.1 small: 8+8 layers, 512/1024, 6 heads of 64; 77M parameters."""
+    return _t5(attention, max_length, _v1_1(512, 1024, 6, 64, 8), overrides)
+
+
+def t5_1_1_base(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+    """T5 v1.1 base: 12+12 layers, 768/2048, 12 heads of 64; 248M parameters."""
+    return _t5(attention, max_length, _v1_1(768, 2048, 12, 64, 12), overrides)
+
+
+def t5_1_1_large(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+    """T5 v1.1 large: 24+24 layers, 1024/2816, 16 heads of 64; 783M parameters."""
+    return _t5(attention, max_length, _v1_1(1024, 2816, 16, 64, 24), overrides)
+
+
+def t5_1_1_3b(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+    """T5 v1.1 3B (XL): 24+24 layers, 2048/5120, 32 heads of 64; 2.85B parameters."""
+    return _t5(attention, max_length, _v1_1(2048, 5120, 32, 64, 24), overrides)
+
+
+def t5_1_1_11b(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+    """T5 v1.1 11B (XXL): 24+24 layers, 4096/10240, 64 heads of 64; 11.1B parameters."""
+    return _t5(attention, max_length, _v1_1(4096, 10_240, 64, 64, 24), overrides)
+
+
+def paper_c4_base(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+    """The paper's C4 set-up, T5 base with N = 512 (Synthesizer section 4.2; 223M to 292M parameters).
+
+    The paper's counts come out with 8 heads of 128 in synthetic self-attention, T5's own 12 heads of 64 in
+    cross-attention, and, for the Transformer's row, 12 heads of 64 throughout.
+    """
+    sizes = _v1_0(768, 3072, 8, 128, 12) | {"cross_heads": 12, "cross_head_dim": 64}
+    if isinstance(synthesizer(attention, max_length), DotProduct):
+        sizes |= {"heads": 12, "head_dim": 64}
+    return _t5(attention, max_length, sizes, overrides)
+
+
+def paper_mt_base(attention: str | Spec = "V", max_length: int = 256, **overrides) -> EncoderDecoderConfig:
+    """The paper's translation set-up: 6+6 layers, 512/2048, 8 heads of 64, N = 256 (Synthesizer section 4.1).
+
+    The paper does not name its vocabulary; 45,056 rows, tied, give its counts (V and R 67M, R+V 73M). Positions are
+    T5's relative bias here, where the paper's Tensor2Tensor models add sinusoids.
+    """
+    return _t5(attention, max_length, _v1_0(512, 2048, 8, 64, 6) | {"vocab_size": 45_056}, overrides)
+
+
+# JSON.
+
+
+def to_json(config: EncoderDecoderConfig) -> str:
+    """The configuration as JSON text; specs as {"kind": class name, field: value, ...}."""
+    fields = {field.name: _encode(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    return json.dumps(fields, indent=2) + "\n"
+
+
+def config_from_json(text: str) -> EncoderDecoderConfig:
+    """The configuration that `to_json` wrote. Raises ValueError where a field or a kind of scores is unknown."""
+    fields = {name: _decode(value) for name, value in json.loads(text).items()}
+    unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(EncoderDecoderConfig)})
+    if unknown:
+        raise ValueError(
+            f"model configuration: unknown fields {', '.join(unknown)}; it was written by another version of "
+            "synthesizer_jax"
+        )
+    return EncoderDecoderConfig(**fields)
+
+
+def _encode(value) -> Any:
+    if isinstance(value, Spec):
+        fields = {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"kind": type(value).__name__} | fields
+    return [_encode(part) for part in value] if isinstance(value, tuple) else value
+
+
+def _decode(value) -> Any:
+    if isinstance(value, list):
+        return tuple(_decode(part) for part in value)
+    if not isinstance(value, dict):
+        return value
+    kind = getattr(scores, value["kind"], None)
+    if not (isinstance(kind, type) and issubclass(kind, Spec)):
+        raise ValueError(f"model configuration: unknown kind of scores {value['kind']!r}")
+    return kind(**{name: _decode(field) for name, field in value.items() if name != "kind"})

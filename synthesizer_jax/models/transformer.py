@@ -1,0 +1,205 @@
+"""T5's layers and stacks, top to bottom: a layer, then a stack of them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from synthesizer_jax.axes import LAYERS
+from synthesizer_jax.models.config import EncoderDecoderConfig
+from synthesizer_jax.nn.attention import Attention, Cache
+from synthesizer_jax.nn.layers import MLP, RMSNorm, dropout, values, variables
+from synthesizer_jax.scores import Dims, DotProduct, RelativePositionBias
+
+_REMAT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What all layers of a stack share. None where there is nothing to say."""
+
+    key_mask: Bool[Array, "b q"] | None = None
+    segments: Int[Array, "b q"] | None = None
+    positions: Int[Array, "b q"] | None = None
+    bias: Float[Array, "_b h q k"] | None = None
+    encoded: Float[Array, "b k e"] | None = None
+    encoder_mask: Bool[Array, "b k"] | None = None
+    encoder_segments: Int[Array, "b k"] | None = None
+
+
+class EncoderLayer(nnx.Module):
+    """x + self-attention(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
+        self.rate = config.dropout_rate
+        self.attention_norm = _norm(config, rngs)
+        self.attention = _attention(config, config.encoder_attention, config.heads, config.head_dim, rngs)
+        self.mlp_norm = _norm(config, rngs)
+        self.mlp = _mlp(config, rngs)
+
+    def __call__(self, x: Float[Array, "b q e"], context: Context, key: Array | None) -> Float[Array, "b q e"]:
+        keys = _split(key, 4)
+        attended = self.attention(
+            self.attention_norm(x),
+            key_mask=context.key_mask,
+            q_segments=context.segments,
+            q_positions=context.positions,
+            bias=context.bias,
+            dropout_key=keys[0],
+        )
+        x = x + dropout(attended, self.rate, keys[1])
+        return x + dropout(self.mlp(self.mlp_norm(x), keys[2]), self.rate, keys[3])
+
+
+class DecoderLayer(nnx.Module):
+    """x + causal self-attention(norm(x)), x + cross-attention(norm(x), encoded), x + MLP(norm(x))."""
+
+    def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
+        self.rate = config.dropout_rate
+        self.attention_norm = _norm(config, rngs)
+        self.attention = _attention(config, config.decoder_attention, config.heads, config.head_dim, rngs)
+        self.cross_attention_norm = _norm(config, rngs)
+        self.cross_attention = _attention(config, DotProduct(), *config.cross_dims, rngs)
+        self.mlp_norm = _norm(config, rngs)
+        self.mlp = _mlp(config, rngs)
+
+    def __call__(self, x: Float[Array, "b q e"], context: Context, key: Array | None) -> Float[Array, "b q e"]:
+        keys = _split(key, 6)
+        attended = self.attention(
+            self.attention_norm(x),
+            causal=True,
+            q_segments=context.segments,
+            q_positions=context.positions,
+            bias=context.bias,
+            dropout_key=keys[0],
+        )
+        x = x + dropout(attended, self.rate, keys[1])
+        crossed = self.cross_attention(
+            self.cross_attention_norm(x),
+            context.encoded,
+            key_mask=context.encoder_mask,
+            q_segments=context.segments,
+            k_segments=context.encoder_segments,
+            dropout_key=keys[2],
+        )
+        x = x + dropout(crossed, self.rate, keys[3])
+        return x + dropout(self.mlp(self.mlp_norm(x), keys[4]), self.rate, keys[5])
+
+    def init_cache(self, encoded: Float[Array, "b k e"], length: int) -> dict[str, Cache]:
+        """An empty cache for `length` tokens; cross-attention's keys and values are computed once, here."""
+        return {
+            "self": self.attention.init_cache(encoded.shape[0], length, encoded.dtype),
+            "cross": self.cross_attention.cross_cache(encoded),
+        }
+
+    def step(self, x: Float[Array, "b s e"], cache: dict[str, Cache], context: Context):
+        """The next s tokens: (outputs [b, s, e], the cache with them)."""
+        attended, own = self.attention.step(self.attention_norm(x), cache["self"], bias=context.bias)
+        x = x + attended
+        x = x + self.cross_attention.cross_step(
+            self.cross_attention_norm(x), cache["cross"], key_mask=context.encoder_mask
+        )
+        return x + self.mlp(self.mlp_norm(x)), {"self": own, "cross": cache["cross"]}
+
+
+class Stack(nnx.Module):
+    """Layers one after the other, T5's relative position bias shared by all of them, and a final norm.
+
+    With config.scan_layers the layers' parameters are stacked along a leading axis and one compiled layer serves all;
+    the initial values are the same either way.
+    """
+
+    def __init__(self, layer: type, depth: int, bidirectional: bool, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.relative_spec = None
+        if config.relative_bias:
+            self.relative_spec = RelativePositionBias(
+                config.relative_buckets, config.relative_max_distance, bidirectional
+            )
+            dims = Dims(config.features, config.heads, config.head_dim)
+            self.relative_bias = variables(self.relative_spec.params(dims), rngs, config.param_dtype)
+        keys = jax.random.split(rngs.params(), depth)
+        if config.scan_layers:
+            self.layers = _stacked(lambda key: layer(config, rngs=nnx.Rngs(key)), keys)
+        else:
+            self.layers = nnx.List([layer(config, rngs=nnx.Rngs(key)) for key in keys])
+        self.depth = depth
+        self.final_norm = _norm(config, rngs)
+
+    def bias(self, q_length: int, k_length: int, q_positions=None) -> Float[Array, "_b h q k"] | None:
+        """The relative position bias [b|1, h, q, k] of the stack."""
+        if self.relative_spec is None:
+            return None
+        return self.relative_spec.bias(values(self.relative_bias), q_length, k_length, q_positions).bias
+
+    def __call__(self, x: Float[Array, "b q e"], context: Context, key: Array | None) -> Float[Array, "b q e"]:
+        rate = self.config.dropout_rate
+        first, layers, last = _split(key, 3)
+        x = dropout(x, rate, first)
+        keys = None if layers is None else jax.random.split(layers, self.depth)
+        x, _ = self.over_layers(lambda layer, x, key: (layer(x, context, key), None), x, keys)
+        return dropout(self.final_norm(x), rate, last)
+
+    def over_layers(self, body: Callable, carry: Any, per_layer: Any) -> tuple[Any, Any]:
+        """carry, out = body(layer, carry, entry of per_layer) from layer to layer; what comes out is stacked."""
+        if not self.config.scan_layers:
+            outs = []
+            for index, layer in enumerate(self.layers):
+                entry = jax.tree.map(lambda leaf, index=index: leaf[index], per_layer)
+                carry, out = self._remat(lambda carry, entry, layer=layer: body(layer, carry, entry))(carry, entry)
+                outs.append(out)
+            return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+        graph, state = nnx.split(self.layers)
+        step = self._remat(lambda carry, xs: body(nnx.merge(graph, xs[0]), carry, xs[1]))
+        return jax.lax.scan(step, carry, (state, per_layer))
+
+    def _remat(self, step):
+        if self.config.remat == "none":
+            return step
+        return jax.checkpoint(step, policy=_REMAT[self.config.remat], prevent_cse=not self.config.scan_layers)
+
+
+def _stacked(make, keys):
+    """The modules make(key), their variables stacked along a leading axis, as one module."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make(keys[0])))
+    state = jax.vmap(lambda key: nnx.state(make(key)))(keys)
+    with_layers = jax.tree.map(
+        lambda v: type(v)(v[...], axes=(LAYERS, *v.axes)), state, is_leaf=lambda v: isinstance(v, nnx.Variable)
+    )
+    return nnx.merge(graph, with_layers)
+
+
+def _attention(config, scores, heads, head_dim, rngs):
+    return Attention(
+        scores,
+        config.features,
+        heads,
+        head_dim,
+        rngs=rngs,
+        dropout_rate=config.dropout_rate,
+        param_dtype=config.param_dtype,
+    )
+
+
+def _mlp(config, rngs):
+    return MLP(
+        config.features,
+        config.mlp_features,
+        rngs=rngs,
+        activation=config.mlp_activation,
+        dropout_rate=config.dropout_rate,
+        param_dtype=config.param_dtype,
+    )
+
+
+def _norm(config, rngs):
+    return RMSNorm(config.features, rngs=rngs, param_dtype=config.param_dtype)
+
+
+def _split(key, count):
+    return [None] * count if key is None else jax.random.split(key, count)

@@ -1,0 +1,115 @@
+"""The layers of a T5 block other than attention, and how declared parameters become NNX variables."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from synthesizer_jax.axes import EMBED, MLP as MLP_AXIS, VOCAB, Param, fan_in, normal, ones
+from synthesizer_jax.scores.base import check_positive
+
+Activation = Literal["relu", "gated-gelu"]
+
+
+class Fixed(nnx.Variable):
+    """A parameter that is drawn once, saved and restored, but never trained: not an nnx.Param, so no optimizer sees it."""
+
+
+def variable(param: Param, rngs: nnx.Rngs, dtype: jax.typing.DTypeLike) -> nnx.Variable:
+    """The NNX variable of a declared parameter; its metadata `axes` holds the logical axes."""
+    kind = nnx.Param if param.trained else Fixed
+    return kind(param.init(rngs.params(), param.shape, jnp.dtype(dtype)), axes=param.axes)
+
+
+def variables(declared: Mapping[str, Any], rngs: nnx.Rngs, dtype: jax.typing.DTypeLike) -> nnx.Dict:
+    """NNX variables of a (nested) dict of declared parameters."""
+    return nnx.Dict(
+        {
+            name: variable(p, rngs, dtype) if isinstance(p, Param) else variables(p, rngs, dtype)
+            for name, p in declared.items()
+        }
+    )
+
+
+def values(module: nnx.Dict) -> dict[str, Any]:
+    """The arrays of `variables`, as a (nested) dict."""
+    return {name: values(v) if isinstance(v, nnx.Dict) else v[...] for name, v in module.items()}
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + 1e-6) * scale over the last axis, statistics in float32 (T5's layer norm: no mean, no bias)."""
+
+    def __init__(self, features: int, *, rngs: nnx.Rngs, epsilon: float = 1e-6, param_dtype=jnp.float32):
+        self.epsilon = epsilon
+        self.scale = variable(Param((features,), (EMBED,), ones), rngs, param_dtype)
+
+    def __call__(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        x32 = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.epsilon)
+        return (x32 * inverse).astype(x.dtype) * self.scale[...].astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """wo(relu(wi x)), or wo(gelu(wi_0 x) * wi_1 x) with the tanh form of gelu (T5 v1.0 and v1.1); no biases.
+
+    dropout, shared by the positions of a sequence, acts on the hidden activations.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        mlp_features: int,
+        *,
+        rngs: nnx.Rngs,
+        activation: Activation = "relu",
+        dropout_rate: float = 0.0,
+        param_dtype=jnp.float32,
+    ):
+        check_positive("features", features)
+        check_positive("mlp_features", mlp_features)
+        if activation not in get_args(Activation):
+            raise ValueError(f"activation: expected one of {get_args(Activation)}, got {activation!r}")
+        self.activation = activation
+        self.dropout_rate = dropout_rate
+        names = ("wi",) if activation == "relu" else ("wi_0", "wi_1")
+        for name in names:
+            inward = Param((features, mlp_features), (EMBED, MLP_AXIS), fan_in(features))
+            setattr(self, name, variable(inward, rngs, param_dtype))
+        self.wo = variable(Param((mlp_features, features), (MLP_AXIS, EMBED), fan_in(mlp_features)), rngs, param_dtype)
+
+    def __call__(self, x: Float[Array, "b q e"], dropout_key: Array | None = None) -> Float[Array, "b q e"]:
+        if self.activation == "relu":
+            hidden = jax.nn.relu(x @ self.wi[...].astype(x.dtype))
+        else:
+            gate = jax.nn.gelu(x @ self.wi_0[...].astype(x.dtype), approximate=True)
+            hidden = gate * (x @ self.wi_1[...].astype(x.dtype))
+        return dropout(hidden, self.dropout_rate, dropout_key) @ self.wo[...].astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """Token embedding [v, e]: ids -> vectors, and vectors -> logits where the softmax is tied to it."""
+
+    def __init__(self, vocab_size: int, features: int, *, rngs: nnx.Rngs, param_dtype=jnp.float32):
+        table = Param((vocab_size, features), (VOCAB, EMBED), normal(1.0))
+        self.embedding = variable(table, rngs, param_dtype)
+
+    def __call__(self, tokens: Int[Array, "b q"], dtype: jax.typing.DTypeLike) -> Float[Array, "b q e"]:
+        # An id outside the vocabulary gives NaN, not another token's vector.
+        table = self.embedding[...].astype(dtype)
+        return jnp.take(table, tokens, axis=0, mode="fill", fill_value=jnp.nan)
+
+    def attend(self, x: Float[Array, "b q e"]) -> Float[Array, "b q v"]:
+        """Logits in float32."""
+        table = self.embedding[...].astype(x.dtype)
+        return jnp.einsum("bqe,ve->bqv", x, table, preferred_element_type=jnp.float32)
+
+
+def dropout(x: Float[Array, "b q e"], rate: float, key: Array | None) -> Float[Array, "b q e"]:
+    """Dropout with one mask for all positions of a sequence, as in T5; none without a key."""
+    if key is None or rate == 0:
+        return x
+    keep = jax.random.bernoulli(key, 1 - rate, (x.shape[0], 1, x.shape[2]))
+    return jnp.where(keep, x / (1 - rate), 0)

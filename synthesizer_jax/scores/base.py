@@ -1,0 +1,216 @@
+"""What every way to make attention scores has in common.
+
+Every attention of our sources computes out_i = sum_j softmax_j(logits_ij) v_j and differs in the logits alone, which
+can all be written as
+
+    logits_ij = <query_i, key_j> + bias_ij
+
+`Scores` holds these factors; a `Spec` is a frozen description that declares its parameters and computes them.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from synthesizer_jax.axes import Param
+
+Parameters = Mapping[str, Any]  # nested: names -> arrays
+Features = Float[Array, "b k h r"] | tuple | None  # of keys; a tuple has one entry per part of a mixture
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    """Sizes that a layer gives to its scores: features e, heads h, head_dim d."""
+
+    features: int
+    heads: int
+    head_dim: int
+
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            check_positive(name, value)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Attention scores in factored form; an axis of size 1 is shared by the batch, the heads or the queries.
+
+    query [b|1, q, h, r] and key [b|1, k, h, r], both or neither; bias [b|1, h|1, q|1, k] in float32.
+    """
+
+    query: Float[Array, "_b q h r"] | None = None
+    key: Float[Array, "_c k h r"] | None = None
+    bias: Float[Array, "_b _h _q k"] | None = None
+
+    def logits(self) -> Float[Array, "_b h q k"]:
+        """The scores before masks and softmax, [b|1, h, q|1, k] in float32."""
+        if self.query is None:
+            return self.bias
+        low_rank = _contract(self.query, self.key)
+        return low_rank if self.bias is None else low_rank + self.bias
+
+    @property
+    def shared_by_batch(self) -> bool:
+        """True when the scores are a bias that all sequences of the batch share."""
+        return self.query is None and self.bias.shape[0] == 1
+
+    def __add__(self, other: "Scores") -> "Scores":
+        """The sum of both: low-rank parts side by side along r, biases added."""
+        biases = [s.bias for s in (self, other) if s.bias is not None]
+        query, key = _concatenate([s for s in (self, other) if s.query is not None])
+        return Scores(query, key, sum(biases[1:], biases[0]) if biases else None)
+
+    def scaled(self, alpha: Float[Array, "_h"]) -> "Scores":
+        """The scores times alpha, [h] for a weight per head or [1]."""
+        query = None if self.query is None else self.query * alpha.astype(self.query.dtype)[:, None]
+        bias = None if self.bias is None else self.bias * alpha.astype(self.bias.dtype)[:, None, None]
+        return Scores(query, self.key, bias)
+
+
+def _contract(query, key):
+    match query.shape[0], key.shape[0]:
+        case 1, 1:
+            return jnp.einsum("qhr,khr->hqk", query[0], key[0], preferred_element_type=jnp.float32)[None]
+        case _, 1:
+            return jnp.einsum("bqhr,khr->bhqk", query, key[0], preferred_element_type=jnp.float32)
+        case 1, _:
+            return jnp.einsum("qhr,bkhr->bhqk", query[0], key, preferred_element_type=jnp.float32)
+    return jnp.einsum("bqhr,bkhr->bhqk", query, key, preferred_element_type=jnp.float32)
+
+
+def _concatenate(parts):
+    if len(parts) < 2:
+        return (parts[0].query, parts[0].key) if parts else (None, None)
+
+    def side_by_side(arrays):
+        batch = max(a.shape[0] for a in arrays)
+        return jnp.concatenate(
+            [jnp.broadcast_to(a, (batch, *a.shape[1:])).astype(arrays[0].dtype) for a in arrays], axis=-1
+        )
+
+    return side_by_side([p.query for p in parts]), side_by_side([p.key for p in parts])
+
+
+class Spec(abc.ABC):
+    """A way to make attention scores: a frozen dataclass of plain values, equal and hashable by value.
+
+    `spec(params, x_q, x_kv)` computes `Scores`. For decoding the same is done in two halves: `key_features` gives what
+    must be remembered of each key (None: nothing, the cache holds values alone; a tuple: one entry per part of a
+    mixture), and `score` needs only that.
+    """
+
+    name: ClassVar[str]  # of the part's parameters inside a mixture
+
+    @abc.abstractmethod
+    def params(self, dims: Dims) -> dict[str, Any]:
+        """The parameters of a layer of these sizes: a (nested) dict of `Param`."""
+
+    @abc.abstractmethod
+    def score(
+        self,
+        params: Parameters,
+        x_q: Float[Array, "b q e"],
+        keys: Features,
+        k_length: int,
+        q_positions: Int[Array, "*_b q"] | None = None,
+        k_positions: Int[Array, "*_b k"] | None = None,
+    ) -> Scores:
+        """Scores of the queries against keys given by their features; positions as in `__call__`."""
+
+    def key_features(self, params: Parameters, x_kv: Float[Array, "b k e"]) -> Features:
+        """What the scores read of each key's content, [b, k, h, r]; None when they read nothing."""
+        return None
+
+    def cross_attention_error(self) -> str | None:
+        """Why the scores can't serve attention to another sequence; None when they can."""
+        return None
+
+    def longest(self) -> int | None:
+        """The maximum length n that the parameters cover; None when any length will do."""
+        return None
+
+    def init(self, key: jax.Array, dims: Dims, dtype: jax.typing.DTypeLike = jnp.float32) -> dict[str, Any]:
+        """Initial values of all parameters, a (nested) dict of arrays."""
+        declared, structure = jax.tree.flatten(self.params(dims), is_leaf=lambda leaf: isinstance(leaf, Param))
+        keys = jax.random.split(key, max(len(declared), 1))
+        return structure.unflatten([p.init(k, p.shape, dtype) for p, k in zip(declared, keys, strict=False)])
+
+    def __call__(
+        self,
+        params: Parameters,
+        x_q: Float[Array, "b q e"],
+        x_kv: Float[Array, "b k e"],
+        q_positions: Int[Array, "*_b q"] | None = None,
+        k_positions: Int[Array, "*_b k"] | None = None,
+    ) -> Scores:
+        """Scores of queries x_q [b, q, e] against keys x_kv [b, k, e].
+
+        Positions, [q] or [b, q] and [k] or [b, k], count from 0 within a segment; None means 0, 1, 2, ... for every
+        sequence. Raises ValueError where a length or a known position passes the parameters' maximum n; a traced
+        position that does so gives NaN, never another position's scores.
+        """
+        return self.score(params, x_q, self.key_features(params, x_kv), x_kv.shape[1], q_positions, k_positions)
+
+
+class Synthetic(Spec):
+    """Scores that are indexed by position and so belong to self-attention over at most `max_length` tokens."""
+
+    max_length: int
+
+    def cross_attention_error(self) -> str | None:
+        return (
+            f"{type(self).__name__} scores are synthesized for the positions of one sequence and can't attend to "
+            "another: use DotProduct() for cross-attention"
+        )
+
+    def longest(self) -> int | None:
+        return self.max_length
+
+    def check_lengths(self, q_length: int, k_length: int, q_positions, k_positions) -> None:
+        """Refuse lengths and known positions that pass max_length."""
+        for what, length, positions in (("query", q_length, q_positions), ("key", k_length, k_positions)):
+            if length > self.max_length:
+                raise ValueError(
+                    f"{type(self).__name__}: {what} length {length} is more than max_length={self.max_length}; "
+                    "build the scores with a larger max_length, or shorten the sequences"
+                )
+            _check_positions(f"{what[0]}_positions", positions, self.max_length)
+
+
+def _check_positions(name: str, positions, max_length: int) -> None:
+    if positions is None or positions.size == 0:
+        return
+    try:
+        known = np.asarray(positions)
+    except jax.errors.TracerArrayConversionError:
+        return  # checked by value at run time: out of range gives NaN
+    if known.min() < 0 or known.max() >= max_length:
+        raise ValueError(
+            f"{name}: expected positions from 0 to max_length - 1 = {max_length - 1}, got {known.min()} to "
+            f"{known.max()}; positions count within a segment, from 0"
+        )
+
+
+def take_positions(table: Array, positions: Array | None, length: int, axis: int) -> Array:
+    """Entries of `table` at positions along `axis`; a slice for None. Out of range gives NaN, where JAX would clamp."""
+    if positions is None:
+        return jax.lax.slice_in_dim(table, 0, length, axis=axis)
+    return jnp.take(table, positions, axis=axis, mode="fill", fill_value=jnp.nan)
+
+
+def project(x: Float[Array, "b q e"], weight: Float[Array, "e h r"]) -> Float[Array, "b q h r"]:
+    """x W for each head, in x's dtype."""
+    return jnp.einsum("bqe,ehr->bqhr", x, weight.astype(x.dtype))
+
+
+def check_positive(name: str, value: int) -> None:
+    """Refuse what is no positive whole number."""
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"{name}: expected a positive whole number, got {value!r}")

@@ -1,0 +1,103 @@
+"""Random scores: matrices that belong to a head and read no token (R, fixed R, FR)."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.axes import HEADS, RANK, SYNTH_KEY, SYNTH_QUERY, Param, normal
+from synthesizer_jax.scores.base import Dims, Scores, Synthetic, check_positive, take_positions
+
+
+@dataclasses.dataclass(frozen=True)
+class Random(Synthetic):
+    """logits_ij = R_ij, one matrix per head and layer, the same for every input (R; Synthesizer section 3.3).
+
+    trained False leaves R as drawn ("Fixed Random"): saved and restored, without gradient. init_std is the standard
+    deviation of the initial entries; None gives the authors' Glorot values over [n, h, n] (about 0.003 at n = 512:
+    nearly uniform attention, which Adafactor's relative steps take long to leave).
+    Parameters per head: n^2. Reads nothing; self-attention up to n = max_length.
+    """
+
+    max_length: int
+    trained: bool = True
+    init_std: float | None = 1.0
+
+    name: ClassVar[str] = "random"
+
+    def __post_init__(self):
+        check_positive("max_length", self.max_length)
+        _check_std(self.init_std)
+
+    def params(self, dims: Dims):
+        n = self.max_length
+        std = (2 / (n * (n + dims.heads))) ** 0.5 if self.init_std is None else self.init_std
+        return {"R": Param((dims.heads, n, n), (HEADS, SYNTH_QUERY, SYNTH_KEY), normal(std), self.trained)}
+
+    def score(self, params, x_q, keys, k_length, q_positions=None, k_positions=None):
+        self.check_lengths(x_q.shape[1], k_length, q_positions, k_positions)
+        table = params["R"].astype(jnp.float32)
+        table = table if self.trained else jax.lax.stop_gradient(table)
+        return Scores(bias=_entries(table, x_q.shape[1], k_length, q_positions, k_positions))
+
+
+def _entries(table, q_length, k_length, q_positions, k_positions):
+    """table [h, n, n] at the positions, [b|1, h, q, k]."""
+    if (q_positions is None or q_positions.ndim == 1) and (k_positions is None or k_positions.ndim == 1):
+        rows = take_positions(table, q_positions, q_length, axis=1)
+        return take_positions(rows, k_positions, k_length, axis=2)[None]
+    rows = _per_sequence(q_positions, q_length)[:, :, None]
+    columns = _per_sequence(k_positions, k_length)[:, None, :]
+    return jnp.moveaxis(table.at[:, rows, columns].get(mode="fill", fill_value=jnp.nan), 0, 1)
+
+
+def _per_sequence(positions, length):
+    return jnp.atleast_2d(jnp.arange(length) if positions is None else positions)
+
+
+@dataclasses.dataclass(frozen=True)
+class FactorizedRandom(Synthetic):
+    """logits = R1 R2^T with R1, R2 [n, r] per head (FR; Synthesizer section 3.4, whose k is our rank r).
+
+    init_std is the standard deviation of the initial scores. Parameters per head: 2 n r. Reads nothing;
+    self-attention up to n = max_length.
+    """
+
+    max_length: int
+    rank: int = 8
+    init_std: float = 1.0
+
+    name: ClassVar[str] = "factorized_random"
+
+    def __post_init__(self):
+        check_positive("max_length", self.max_length)
+        check_positive("rank", self.rank)
+        _check_std(self.init_std)
+
+    def params(self, dims: Dims):
+        shape = (dims.heads, self.max_length, self.rank)
+        init = normal((self.init_std * self.rank**-0.5) ** 0.5)  # a sum of r products of two such entries
+        return {
+            "R1": Param(shape, (HEADS, SYNTH_QUERY, RANK), init),
+            "R2": Param(shape, (HEADS, SYNTH_KEY, RANK), init),
+        }
+
+    def score(self, params, x_q, keys, k_length, q_positions=None, k_positions=None):
+        self.check_lengths(x_q.shape[1], k_length, q_positions, k_positions)
+        rows = _factor_rows(params["R1"], q_positions, x_q.shape[1])
+        columns = _factor_rows(params["R2"], k_positions, k_length)
+        scores = Scores(query=rows, key=columns)
+        # Shared by the batch, the product is a small table and the batch needs one softmax; else stay low-rank.
+        return scores if rows.shape[0] > 1 or columns.shape[0] > 1 else Scores(bias=scores.logits())
+
+
+def _factor_rows(table, positions, length):
+    """table [h, n, r] at the positions, [b|1, q, h, r] in float32."""
+    rows = take_positions(table.astype(jnp.float32), positions, length, axis=1)
+    return jnp.moveaxis(rows, 0, -2) if rows.ndim == 4 else jnp.moveaxis(rows, 0, 1)[None]
+
+
+def _check_std(std):
+    if std is not None and not std > 0:
+        raise ValueError(f"init_std: expected a positive number, got {std!r}")

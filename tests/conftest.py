@@ -1,0 +1,31 @@
+"""Tests run on 8 CPU devices, with strict dtype promotion and checked array annotations."""
+
+import os
+import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_default_matmul_precision", "highest")
+
+with install_import_hook(
+    ["synthesizer_jax.scores", "synthesizer_jax.ops", "synthesizer_jax.nn", "synthesizer_jax.models"],
+    "beartype.beartype",
+):
+    import synthesizer_jax  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def shared() -> pathlib.Path:
+    """Reference data beside the checkout; tests that need it skip where it is absent."""
+    default = pathlib.Path(__file__).parents[2] / "shared"
+    folder = pathlib.Path(os.environ.get("SYNTHESIZER_JAX_SHARED", default))
+    if not folder.is_dir():
+        pytest.skip(f"no reference data in {folder}; name its folder in SYNTHESIZER_JAX_SHARED")
+    return folder

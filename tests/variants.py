@@ -1,0 +1,34 @@
+"""The one tuple of all attention scores that drives the properties: adding a variant is one row here."""
+
+import synthesizer_jax as sj
+
+# The longest length that the tests' scores cover; longer than the sequences, so that tables are sliced.
+MAX_LENGTH = 12
+
+VARIANTS = (
+    ("V", sj.DotProduct()),
+    ("V scaled", sj.DotProduct(scale=0.5)),
+    ("R", sj.Random(MAX_LENGTH)),
+    ("fixedR", sj.Random(MAX_LENGTH, trained=False)),
+    ("FR", sj.FactorizedRandom(MAX_LENGTH, rank=3)),
+    ("D", sj.Dense(MAX_LENGTH)),
+    ("D authors'", sj.Dense(MAX_LENGTH, bias=False, share_w2=True)),
+    ("FD", sj.FactorizedDense(MAX_LENGTH)),
+    ("FD separate", sj.FactorizedDense(MAX_LENGTH, a=2, shared_hidden=False)),
+    ("relative", sj.RelativePositionBias(buckets=8, max_distance=16)),
+    ("R+V", sj.synthesizer("R+V", MAX_LENGTH)),
+    ("D+V", sj.synthesizer("D+V", MAX_LENGTH)),
+    ("R+D", sj.synthesizer("R+D", MAX_LENGTH)),
+    ("FR+V", sj.synthesizer("FR[rank=3]+V", MAX_LENGTH)),
+    ("FD+V", sj.synthesizer("FD+V", MAX_LENGTH)),
+    ("R+FR", sj.synthesizer("R+FR", MAX_LENGTH)),
+    ("R+V sum", sj.synthesizer("R+V", MAX_LENGTH, weights="sum")),
+    ("R+V authors'", sj.synthesizer("R+V", MAX_LENGTH, weights="sigmoid", per_head=False)),
+    (
+        "D+V authors'",
+        sj.synthesizer(
+            "D[bias=False,share_w2=True]+V", MAX_LENGTH, weights="sigmoid", per_head=False, share_query=True
+        ),
+    ),
+    ("nested", sj.Mixture((sj.synthesizer("R+D", MAX_LENGTH), sj.DotProduct(), sj.Random(MAX_LENGTH)))),
+)
