@@ -1,7 +1,7 @@
 """Meshes, the one table from logical axes to mesh axes, and the shardings that follow from it.
 
-A parameter declares its logical axes (axes.py). Everything that trains, a laptop or a pod, goes the same way: a mesh with the axes
-data, fsdp and model (one device is the smallest mesh), and a NamedSharding for each array from its creation on.
+A parameter declares its logical axes (axes.py). A laptop and a pod go the same way: a mesh with the axes data, fsdp and
+model (one device is the smallest mesh), and a NamedSharding for each array from its creation on.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ DATA, FSDP, MODEL = MESH_AXES = ("data", "fsdp", "model")
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
-# Heads, not positions, split R: splitting [h, n, n] by head costs no traffic (by query 168 all-to-alls, by key 96 all-reduces a step).
+# R [h, n, n] is split by head, which costs no traffic; by query it costs 168 all-to-alls a step, by key 96 all-reduces.
 RULES: Rules = {
     ax.BATCH: (DATA, FSDP),
     ax.VOCAB: MODEL,
@@ -48,18 +48,22 @@ class Declaration(Protocol):
 class MeshShape:
     """How the devices are arranged; the product of the three must be their number."""
 
-    data: int | None = None  # copies of the model, each with its part of the batch; None: all devices that the others leave
+    data: int | None = (
+        None  # copies of the model, each with its part of the batch; None: all devices that the others leave
+    )
     fsdp: int = 1  # parts of the batch as well, and of the parameters' embed axis
     model: int = 1  # parts of the heads, the MLP and the vocabulary
 
     def __post_init__(self):
         for name in MESH_AXES:
             size = getattr(self, name)
-            if not (size is None and name == DATA) and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            if not (size is None and name == DATA) and (
+                not isinstance(size, int) or isinstance(size, bool) or size < 1
+            ):
                 raise ValueError(f"MeshShape.{name}: expected a whole number >= 1, got {size!r}")
 
     def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-        """The mesh over `devices` (default: all of them, of all hosts). ValueError when the product differs from their number."""
+        """The mesh over `devices` (default: all, of all hosts). ValueError when the product is not their number."""
         devices = jax.devices() if devices is None else devices
         rest = self.fsdp * self.model
         data = len(devices) // rest if self.data is None else self.data
@@ -76,7 +80,8 @@ class MeshShape:
 def parameter_shardings(mesh: Mesh, declared: Any, rules: Rules = RULES) -> Any:
     """A NamedSharding for each leaf of a tree of declarations (anything with `shape` and `axes`).
 
-    Raises: ValueError that lists every leaf with an axis that is unknown, not divisible by its mesh axis, or split twice over one.
+    Raises: ValueError that lists every leaf with an axis that is unknown, not divisible by its mesh axis, or two axes
+    that are split over the same one.
     """
     faults = []
 
@@ -118,8 +123,8 @@ def check_batch_size(mesh: Mesh, batch_size: int) -> None:
     if batch_size % shards:
         nearest = max(shards, batch_size // shards * shards)
         raise ValueError(
-            f"batch_size={batch_size} does not divide over data x fsdp = {mesh.shape[DATA]} x {mesh.shape[FSDP]} = {shards} "
-            f"devices: use a multiple such as {nearest}, or another mesh"
+            f"batch_size={batch_size} does not divide over data x fsdp = {mesh.shape[DATA]} x {mesh.shape[FSDP]} = "
+            f"{shards} devices: use a multiple such as {nearest}, or another mesh"
         )
 
 

@@ -42,7 +42,9 @@ def slow(logits, targets, weights, z_loss, label_smoothing):
 @pytest.mark.parametrize("z_loss,label_smoothing", SETTINGS)
 def test_equals_loops(z_loss, label_smoothing):
     logits, targets, weights = example()
-    sums = jax.jit(lambda *a: cross_entropy(*a, z_loss=z_loss, label_smoothing=label_smoothing))(logits, targets, weights)
+    sums = jax.jit(lambda *a: cross_entropy(*a, z_loss=z_loss, label_smoothing=label_smoothing))(
+        logits, targets, weights
+    )
     np.testing.assert_allclose(sums, slow(logits, targets, weights, z_loss, label_smoothing), rtol=2e-6, atol=1e-6)
     assert sums.correct == slow(logits, targets, weights, 0, 0).correct
 
@@ -103,9 +105,9 @@ def test_a_target_outside_the_vocabulary_is_not_hidden(target):
 
 def test_large_logits_stay_finite():
     logits = np.array([[[3e4, -3e4, 0.0]]], np.float32)
-    value, gradient = jax.value_and_grad(lambda x: cross_entropy(x, np.array([[1]], np.int32), np.ones((1, 1), np.int32)).total)(
-        logits
-    )
+    value, gradient = jax.value_and_grad(
+        lambda x: cross_entropy(x, np.array([[1]], np.int32), np.ones((1, 1), np.int32)).total
+    )(logits)
     np.testing.assert_allclose(value, 6e4)
     np.testing.assert_allclose(gradient, [[[1, -1, 0]]])
 
@@ -128,13 +130,21 @@ def test_nothing_with_a_vocabulary_axis_is_kept_but_the_logits():
 
 @needs_goldens
 @pytest.mark.parametrize("version", ["t5x_v1_0", "t5x_v1_1"])
-@pytest.mark.parametrize("name,z_loss,label_smoothing", [
-    ("loss_plain", 0.0, 0.0), ("loss_z", 1e-2, 0.0), ("loss_smooth", 0.0, 0.1), ("loss_z_smooth", 1e-2, 0.1),
-])
+@pytest.mark.parametrize(
+    "name,z_loss,label_smoothing",
+    [
+        ("loss_plain", 0.0, 0.0),
+        ("loss_z", 1e-2, 0.0),
+        ("loss_smooth", 0.0, 0.1),
+        ("loss_z_smooth", 1e-2, 0.1),
+    ],
+)
 def test_t5x_values(version, name, z_loss, label_smoothing):
     golden = np.load(SHARED / version / "data.npz")
     targets = golden["decoder_target_tokens"]
-    sums = cross_entropy(golden["logits"], targets, (targets > 0).astype(np.int32), z_loss=z_loss, label_smoothing=label_smoothing)
+    sums = cross_entropy(
+        golden["logits"], targets, (targets > 0).astype(np.int32), z_loss=z_loss, label_smoothing=label_smoothing
+    )
     np.testing.assert_allclose(sums.total, golden[f"{name}.total"], rtol=1e-5)
     np.testing.assert_allclose(sums.z_loss, golden[f"{name}.z_part"], rtol=1e-5)
     assert sums.weight == golden[f"{name}.weight_sum"]
@@ -149,11 +159,14 @@ def test_huggingface_value(version):
     np.testing.assert_allclose(sums.total / sums.weight, golden["loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("settings,text", [
-    ({"z_loss": -1.0}, "z_loss: expected a number >= 0"),
-    ({"z_loss": float("nan")}, "z_loss: expected a number >= 0"),
-    ({"label_smoothing": 1.0}, r"label_smoothing: expected a number in \[0, 1\)"),
-])
+@pytest.mark.parametrize(
+    "settings,text",
+    [
+        ({"z_loss": -1.0}, "z_loss: expected a number >= 0"),
+        ({"z_loss": float("nan")}, "z_loss: expected a number >= 0"),
+        ({"label_smoothing": 1.0}, r"label_smoothing: expected a number in \[0, 1\)"),
+    ],
+)
 def test_wrong_settings(settings, text):
     with pytest.raises(ValueError, match=text):
         cross_entropy(*example(), **settings)

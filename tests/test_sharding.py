@@ -23,12 +23,15 @@ def test_one_device_is_the_smallest_mesh():
     assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "model": 1}
 
 
-@pytest.mark.parametrize("shape,sizes", [
-    (MeshShape(), (8, 1, 1)),
-    (MeshShape(model=2), (4, 1, 2)),
-    (MeshShape(data=2, fsdp=2, model=2), (2, 2, 2)),
-    (MeshShape(fsdp=8), (1, 8, 1)),
-])
+@pytest.mark.parametrize(
+    "shape,sizes",
+    [
+        (MeshShape(), (8, 1, 1)),
+        (MeshShape(model=2), (4, 1, 2)),
+        (MeshShape(data=2, fsdp=2, model=2), (2, 2, 2)),
+        (MeshShape(fsdp=8), (1, 8, 1)),
+    ],
+)
 def test_meshes(shape, sizes):
     mesh = shape.build(jax.devices()[:8])
     assert tuple(mesh.shape.values()) == sizes
@@ -36,11 +39,14 @@ def test_meshes(shape, sizes):
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
-@pytest.mark.parametrize("shape,text", [
-    (MeshShape(data=3, fsdp=1, model=2), r"data=3 x fsdp=1 x model=2 needs 6 devices, but there are 8"),
-    (MeshShape(model=3), r"data=None x fsdp=1 x model=3 needs a multiple of 3 devices, but there are 8"),
-    (MeshShape(model=16), r"needs a multiple of 16 devices, but there are 8"),
-])
+@pytest.mark.parametrize(
+    "shape,text",
+    [
+        (MeshShape(data=3, fsdp=1, model=2), r"data=3 x fsdp=1 x model=2 needs 6 devices, but there are 8"),
+        (MeshShape(model=3), r"data=None x fsdp=1 x model=3 needs a multiple of 3 devices, but there are 8"),
+        (MeshShape(model=16), r"needs a multiple of 16 devices, but there are 8"),
+    ],
+)
 def test_a_wrong_product_names_both_numbers(shape, text):
     with pytest.raises(ValueError, match=text):
         shape.build(jax.devices()[:8])
@@ -89,12 +95,15 @@ def test_every_misfit_is_listed_with_name_size_and_axis():
     assert "good" not in text
 
 
-@pytest.mark.parametrize("batch_size,text", [
-    (6, "batch_size=6 does not divide over data x fsdp = 2 x 2 = 4 devices: use a multiple such as 4"),
-    (3, "use a multiple such as 4"),
-    (0, "batch_size: expected a whole number >= 1, got 0"),
-    (8.0, "batch_size: expected a whole number >= 1, got 8.0"),
-])
+@pytest.mark.parametrize(
+    "batch_size,text",
+    [
+        (6, "batch_size=6 does not divide over data x fsdp = 2 x 2 = 4 devices: use a multiple such as 4"),
+        (3, "use a multiple such as 4"),
+        (0, "batch_size: expected a whole number >= 1, got 0"),
+        (8.0, "batch_size: expected a whole number >= 1, got 8.0"),
+    ],
+)
 def test_wrong_batch_sizes(batch_size, text):
     mesh = MeshShape(data=2, fsdp=2, model=2).build(jax.devices()[:8])
     with pytest.raises(ValueError, match=text):

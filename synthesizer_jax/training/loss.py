@@ -1,6 +1,7 @@
 """Cross-entropy with z-loss and label smoothing, in float32, after T5X's definition.
 
-For one position with logits l [v], target t, log_z = logsumexp(l) and smoothed targets p (1 - s at t, s / (v - 1) elsewhere):
+For one position with logits l [v], target t, log_z = logsumexp(l), and p the smoothed target, which is 1 - s at t and
+s / (v - 1) elsewhere:
 
     loss = - sum_i p_i (l_i - log_z)  -  entropy(p)  +  z_loss * log_z ** 2
 
@@ -21,7 +22,7 @@ class LossSums(NamedTuple):
 
     total: Float[Array, ""]  # weighted loss, the z part included
     z_loss: Float[Array, ""]  # its z part
-    correct: Float[Array, ""]  # weight of the positions whose target has the largest logit (also when another ties with it)
+    correct: Float[Array, ""]  # weight of the positions whose target has the largest logit, alone or in a tie
     weight: Float[Array, ""]  # number of real targets when weights are 0 and 1
 
 
@@ -61,7 +62,7 @@ def _token_loss(logits, targets, z_loss, label_smoothing):
 
 
 def _forward(logits, targets, z_loss, label_smoothing):
-    """All reductions over v in one pass after the maximum; what is kept for the gradient has no v axis but the logits."""
+    """All reductions over v in one pass after the maximum. The gradient keeps nothing with a v axis but the logits."""
     rows = logits.astype(jnp.float32)
     largest = jnp.max(rows, axis=-1)
     log_z = largest + jnp.log(jnp.sum(jnp.exp(rows - largest[..., None]), axis=-1))
