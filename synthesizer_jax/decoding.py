@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
 
 Step = Callable[[jax.Array, Any], tuple[jax.Array, Any]]  # (tokens [b, 1], cache) -> (logits [b, 1, v], cache)
 
@@ -28,8 +28,16 @@ class _Progress(NamedTuple):
     cache: Any
 
 
-def greedy(step: Step, cache: Any, *, batch: int, max_length: int, eos_id: int = 1, start_id: int = 0,
-           vocab_size: int | None = None) -> jax.Array:
+def greedy(
+    step: Step,
+    cache: Any,
+    *,
+    batch: int,
+    max_length: int,
+    eos_id: int = 1,
+    start_id: int = 0,
+    vocab_size: int | None = None,
+) -> jax.Array:
     """The most probable token at each position, until every row has ended.
 
     Args:
@@ -57,7 +65,8 @@ def greedy(step: Step, cache: Any, *, batch: int, max_length: int, eos_id: int =
             tokens=lax.dynamic_update_slice_in_dim(progress.tokens, chosen[:, None], progress.position, axis=1),
             last=chosen[:, None],
             ended=progress.ended | (chosen == eos_id),
-            cache=new_cache)
+            cache=new_cache,
+        )
 
     def unfinished(progress: _Progress) -> jax.Array:
         return (progress.position < max_length) & ~jnp.all(progress.ended)
@@ -67,7 +76,8 @@ def greedy(step: Step, cache: Any, *, batch: int, max_length: int, eos_id: int =
         tokens=jnp.full((batch, max_length), PAD_ID, jnp.int32),
         last=jnp.full((batch, 1), start_id, jnp.int32),
         ended=jnp.zeros((batch,), bool),
-        cache=cache)
+        cache=cache,
+    )
     return lax.while_loop(unfinished, advance, start).tokens
 
 
@@ -77,8 +87,10 @@ def _allowed(logits: jax.Array, vocab_size: int | None, eos_id: int) -> jax.Arra
     if vocab_size is None:
         vocab_size = rows
     if not 0 < vocab_size <= rows:
-        raise ValueError(f"vocab_size must be between 1 and the logits' size {rows}, got {vocab_size}; "
-                         "is this the vocabulary that the model was trained with?")
+        raise ValueError(
+            f"vocab_size must be between 1 and the logits' size {rows}, got {vocab_size}; "
+            "is this the vocabulary that the model was trained with?"
+        )
     if not 0 <= eos_id < vocab_size:
         raise ValueError(f"eos_id must be an id of the vocabulary (0 to {vocab_size - 1}), got {eos_id}")
     return logits[:, -1, :vocab_size]

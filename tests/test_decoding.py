@@ -74,7 +74,8 @@ def test_stops_when_all_rows_have_ended(ends, steps):
 def test_padded_ids_are_never_produced():
     """T5 has 32,100 ids and 32,128 embedding rows: the last 28 must not come out, however high their logits."""
     logits = jnp.asarray([0.0, -1.0, 3.0, 1.0, 9.0, 9.0])
-    step = lambda tokens, cache: (jnp.broadcast_to(logits, (*tokens.shape, 6)), cache)
+    def step(tokens, cache):
+        return (jnp.broadcast_to(logits, (*tokens.shape, 6)), cache)
     assert set(np.ravel(greedy(step, (), batch=2, max_length=3, vocab_size=4))) == {2}
     assert set(np.ravel(greedy(step, (), batch=2, max_length=3))) == {4}
 
@@ -88,13 +89,16 @@ def test_under_jit_with_bf16_logits_and_a_nested_cache():
     np.testing.assert_array_equal(decode({"at": jnp.int32(0), "seen": jnp.int32(0)}), [[5, 4, EOS, 0]])
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (dict(batch=0, max_length=4), "batch and max_length must be at least 1, got 0 and 4"),
-    (dict(batch=1, max_length=0), "batch and max_length must be at least 1, got 1 and 0"),
-    (dict(batch=1, max_length=4, vocab_size=9), "vocab_size must be between 1 and the logits' size 8, got 9"),
-    (dict(batch=1, max_length=4, eos_id=8), "eos_id must be an id of the vocabulary .0 to 7., got 8"),
-    (dict(batch=1, max_length=4, eos_id=5, vocab_size=5), "eos_id must be an id of the vocabulary .0 to 4., got 5"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(batch=0, max_length=4), "batch and max_length must be at least 1, got 0 and 4"),
+        (dict(batch=1, max_length=0), "batch and max_length must be at least 1, got 1 and 0"),
+        (dict(batch=1, max_length=4, vocab_size=9), "vocab_size must be between 1 and the logits' size 8, got 9"),
+        (dict(batch=1, max_length=4, eos_id=8), "eos_id must be an id of the vocabulary .0 to 7., got 8"),
+        (dict(batch=1, max_length=4, eos_id=5, vocab_size=5), "eos_id must be an id of the vocabulary .0 to 4., got 5"),
+    ],
+)
 def test_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         greedy(follow([[2, 3, EOS]]), jnp.int32(0), **arguments)

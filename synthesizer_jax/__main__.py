@@ -1,0 +1,130 @@
+"""The command line: python -m synthesizer_jax {train,evaluate,infer,reproduce} --gin_file=... --gin.NAME=VALUE"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow only reads data here; its start-up notes help nobody
+
+
+try:
+    from synthesizer_jax import launch
+except ModuleNotFoundError as missing:
+    if missing.name and missing.name.startswith("synthesizer_jax"):
+        raise
+    sys.exit(f"error: the command line needs the module {missing.name!r}: pip install 'synthesizer_jax[train]'")
+
+EXAMPLES = """
+examples:
+  pretrain a tiny model on the built-in text, then see what it does:
+    python -m synthesizer_jax train --gin_file=models/t5_tiny.gin --gin_file=attention/R+V.gin \\
+        --gin_file=runs/quickstart.gin --gin.MODEL_DIR='"/tmp/my_run"'
+    python -m synthesizer_jax evaluate --gin_file=runs/evaluate.gin --gin.CHECKPOINT_PATH='"/tmp/my_run"' \\
+        --gin.MIXTURE_OR_TASK_NAME='"quickstart_finetune"' --gin.TASK_FEATURE_LENGTHS='{"inputs": 128, "targets": 32}'
+  see what would run, and what is missing:
+    python -m synthesizer_jax train --gin_file=models/t5_base.gin --gin_file=runs/pretrain.gin --dry_run
+
+Strings are quoted twice, because the shell takes one pair of quotes: --gin.ATTENTION='"R+V"'
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code. A fault of the user's is one message, a fault of ours a traceback."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args([a for a in argv if not a.startswith("--gin.")])
+    bindings = [a.removeprefix("--gin.") for a in argv if a.startswith("--gin.")]
+    try:
+        _run(arguments, [*arguments.gin_bindings, *bindings])
+    except (ValueError, TypeError, OSError) as error:
+        if not _raised_here(error):
+            raise
+        print("error: " + str(error).partition("\n  In call to configurable")[0], file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
+    search_paths = _split(arguments.gin_search_paths)
+    plan = launch.make_plan(arguments.command, arguments.gin_file, bindings, search_paths)
+    _point_to_data(arguments.tfds_data_dir, _split(arguments.seqio_additional_cache_dirs))
+    for module in plan.task_modules:
+        _import_tasks(module)
+    plan.check()
+    if arguments.dry_run:
+        print(plan.describe())
+    else:
+        plan.run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    macros = "\n".join(f"  {name:24} {meaning}; e.g. {example}" for name, (example, meaning) in launch.MACROS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m synthesizer_jax",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train, evaluate and use Synthesizer T5 models, configured by gin files.",
+        epilog=f"{EXAMPLES}\nmacros of the shipped gin files:\n{macros}\n\nshipped gin files:\n  "
+        + "\n  ".join(launch.shipped_files()),
+    )
+    add = parser.add_argument
+    add("command", choices=launch.COMMANDS)
+    add(
+        "--gin_file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a gin file, yours or a shipped one; may be repeated, later ones win",
+    )
+    add("--gin.NAME", action="store_true", dest="unused", help="=VALUE: a macro or a parameter; wins over the files")
+    add("--gin_bindings", action="append", default=[], metavar="NAME=VALUE", help="the same in T5X's other spelling")
+    add(
+        "--gin_search_paths",
+        default="",
+        metavar="DIR,DIR",
+        help="where gin files are looked for before the shipped ones",
+    )
+    add("--tfds_data_dir", metavar="DIR", help="where TensorFlow Datasets keeps its data")
+    add("--seqio_additional_cache_dirs", default="", metavar="DIR,DIR", help="where cached tasks are looked for")
+    add("--dry_run", action="store_true", help="check everything, print the resolved configuration, run nothing")
+    return parser
+
+
+def _split(paths: str) -> list[str]:
+    return [path for path in paths.split(",") if path]
+
+
+def _point_to_data(tfds_data_dir: str | None, cache_dirs: Sequence[str]) -> None:
+    for flag, folder in [("tfds_data_dir", tfds_data_dir), *(("seqio_additional_cache_dirs", d) for d in cache_dirs)]:
+        if folder and "://" not in folder and not os.path.isdir(folder):
+            raise ValueError(f"--{flag}: no such directory: {folder}")
+    if tfds_data_dir or cache_dirs:
+        import seqio
+
+        if tfds_data_dir:
+            seqio.set_tfds_data_dir_override(tfds_data_dir)
+        seqio.add_global_cache_dirs(list(cache_dirs))
+
+
+def _import_tasks(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module and not module.startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"MIXTURE_OR_TASK_MODULE: there is no module {module!r}; is its folder on PYTHONPATH?"
+        ) from error
+
+
+def _raised_here(error: BaseException) -> bool:
+    """True when the code that raised is this package's own: a check that failed, not a bug below it."""
+    traceback = error.__traceback__
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] in ("synthesizer_jax", "__main__")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,319 @@
+"""From gin files and flags to the arguments of a command. The only file that imports gin.
+
+Files and flags are read here with gin's own parser, checked as a whole (configuration.py), and only then handed to gin,
+which resolves them. Two rules go beyond gin's:
+
+- `train.random_seed = %RANDOM_SEED` where nobody gives RANDOM_SEED leaves the parameter at its default; without a
+  default the macro is missing. So a default stands once, in the code, and files compose in any order.
+- `NAME = %gin.REQUIRED` asks for NAME even where there is a default; any other binding of NAME satisfies it.
+"""
+
+import dataclasses
+import functools
+import importlib
+import importlib.resources
+import inspect
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_type_hints
+
+import gin
+from etils import epath
+from gin import config_parser
+
+from synthesizer_jax import models, scores, sharding
+from synthesizer_jax.configuration import Binding, Macro, Program, Reference, did_you_mean, near
+from synthesizer_jax.training import optimizer
+
+# command -> its function; imported when the command runs, because seqio and TensorFlow take seconds.
+COMMANDS = {
+    "train": ("synthesizer_jax.training.loop", "train"),
+    "evaluate": ("synthesizer_jax.evaluation", "evaluate"),
+    "infer": ("synthesizer_jax.evaluation", "infer"),
+    "reproduce": ("synthesizer_jax.analysis.comparison", "compare"),
+}
+
+# The macros that the shipped files refer to: name -> (an example, what it is).
+MACROS = {
+    "MODEL_DIR": ('"/tmp/my_run"', "folder of the run: checkpoints, logs, results"),
+    "MIXTURE_OR_TASK_NAME": ('"quickstart_span_corruption"', "a seqio task or mixture"),
+    "MIXTURE_OR_TASK_MODULE": ('"synthesizer_jax.tasks.quickstart"', "the module that registers it"),
+    "TASK_FEATURE_LENGTHS": ('{"inputs": 512, "targets": 114}', "tokens of each feature"),
+    "TRAIN_STEPS": ("10000", "the step at which training ends"),
+    "BATCH_SIZE": ("128", "sequences in a batch, over all devices"),
+    "ATTENTION": ('"R+V"', "self-attention: V R fixedR FR D FD or a sum of them"),
+    "MAX_LENGTH": ("512", "n, the longest sequence that R, FR, D and FD take"),
+    "INITIAL_CHECKPOINT_PATH": ('"/tmp/pretrained"', "parameters to start from: a checkpoint or a MODEL_DIR"),
+    "CHECKPOINT_PATH": ('"/tmp/my_run"', "a checkpoint, or a MODEL_DIR for its latest"),
+    "OUTPUT_DIR": ('"/tmp/my_results"', "where results go, if not into the MODEL_DIR"),
+    "INPUT_FILE": ('"/tmp/inputs.txt"', "a text file with one input a line"),
+    "SPLIT": ('"validation"', "a split of the task"),
+    "DROPOUT_RATE": ("0.1", "0 <= rate < 1"),
+    "LEARNING_RATE": ("0.001", "the rate, or the scale of a schedule"),
+    "WARMUP_STEPS": ("10000", "steps of warm-up"),
+    "LABEL_SMOOTHING": ("0.1", "0 <= amount < 1"),
+    "Z_LOSS": ("0.0001", "weight of log(Z)^2 in the loss"),
+    "RANDOM_SEED": ("0", "of parameters, data order and dropout"),
+    "USE_CACHED_TASKS": ("True", "True: cached tasks only, False: never; by default where there is a cache"),
+    "PACK": ("False", "whether several examples share a row in training"),
+    "CHECKPOINT_PERIOD": ("1000", "steps between checkpoints"),
+    "EVAL_PERIOD": ("1000", "steps between evaluations of the loss in training"),
+    "DTYPE": ('"bfloat16"', "of activations; parameters are float32"),
+    "REMAT": ('"full"', "what the backward pass computes again"),
+}
+
+_SPECS = (
+    scores.DotProduct,
+    scores.Random,
+    scores.FactorizedRandom,
+    scores.Dense,
+    scores.FactorizedDense,
+    scores.Mixture,
+    scores.RelativePositionBias,
+)
+_PRESETS = (
+    models.t5_tiny,
+    models.t5_small,
+    models.t5_base,
+    models.t5_large,
+    models.t5_3b,
+    models.t5_11b,
+    models.t5_1_1_tiny,
+    models.t5_1_1_small,
+    models.t5_1_1_base,
+    models.t5_1_1_large,
+    models.t5_1_1_3b,
+    models.t5_1_1_11b,
+    models.paper_c4_base,
+    models.paper_mt_base,
+)
+_SETTINGS = (optimizer.Adafactor, optimizer.AdamW, optimizer.InverseSqrt, optimizer.Constant, sharding.MeshShape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a command is to do."""
+
+    command: str
+    arguments: Mapping[str, Any]  # of the command's function
+    task_modules: tuple[str, ...]  # to be imported before it
+    config: str  # the operative configuration as gin text, which parses again
+
+    @property
+    def function(self) -> Callable:
+        return command_function(self.command)
+
+
+def make_plan(command: str, gin_files: Sequence[str], flags: Sequence[str], search_paths: Sequence[str] = ()) -> Plan:
+    """The arguments of a command from gin files and flags ("NAME=VALUE").
+
+    Raises one ValueError that lists every fault: missing and misspelt macros, unknown names, wrong types.
+    """
+    reader = _Reader(search_paths)
+    for name in gin_files:
+        reader.read_file(name)
+    for flag in flags:
+        reader.read_flag(flag)
+    _register(command)
+    examples = {name: example for name, (example, _) in MACROS.items()}
+    program = Program(command, reader.bindings, _Registry(), set(COMMANDS) - {command}, examples)
+    if program.faults:
+        raise ValueError(_as_text(program.faults))
+    gin.clear_config()
+    gin.parse_config(_gin_text(program, reader.imports))
+    arguments = dict(gin.get_configurable(command)())
+    modules = arguments.pop("mixture_or_task_module", None) or ()
+    modules = (modules,) if isinstance(modules, str) else tuple(modules)
+    return Plan(command, arguments, modules, gin.operative_config_str(max_line_length=120))
+
+
+def command_function(command: str) -> Callable:
+    """The function that a command calls."""
+    module, name = COMMANDS[command]
+    return getattr(importlib.import_module(module), name)
+
+
+def shipped_files() -> list[str]:
+    """The gin files of the package, as they are named on the command line."""
+    return sorted(str(path.relative_to(_shipped_folder())) for path in _shipped_folder().glob("*/*.gin"))
+
+
+def _shipped_folder() -> epath.Path:
+    return epath.Path(str(importlib.resources.files("synthesizer_jax.gin_configs").joinpath("__init__.py"))).parent
+
+
+def _gin_text(program: Program, imports: Iterable[str]) -> str:
+    bindings = [f"{b.key} = {b.value!r}" for key, b in program.bound.items() if not program.open(key)]
+    return "\n".join([*dict.fromkeys(imports), *bindings, ""])
+
+
+def _as_text(faults: Sequence[str]) -> str:
+    lines = [line for fault in faults for line in fault.splitlines()]
+    return lines[0] if len(lines) == 1 else "\n  ".join(["the configuration has faults:", *lines])
+
+
+# Reading files and flags
+
+
+class _Delegate(config_parser.ParserDelegate):
+    def configurable_reference(self, scoped_configurable_name, evaluate):
+        return Reference(scoped_configurable_name, evaluate)
+
+    def macro(self, macro_name):
+        return Macro(macro_name)
+
+
+class _Reader:
+    """Reads files and flags in order; keeps their bindings and imports."""
+
+    def __init__(self, search_paths: Sequence[str]):
+        for path in search_paths:
+            if not epath.Path(path).is_dir():
+                raise ValueError(f"--gin_search_paths: no such directory: {path}")
+        self.own_folders = [epath.Path("."), *map(epath.Path, search_paths)]
+        self.bindings: list[Binding] = []
+        self.imports: list[str] = []
+
+    def read_file(self, name: str, given_by: str | None = None, including: tuple[str, ...] = ()):
+        given_by = given_by or name
+        path = self._find(name, including)
+        if str(path) in including:
+            raise ValueError(f"gin file {name} includes itself, by way of {' and '.join(including)}")
+        for statement in _statements(path.read_text(), name):
+            place = f"{name}, line {statement.location.line_num}"
+            match statement:
+                case config_parser.BindingStatement():
+                    self.bindings.append(Binding(*statement[:4], place, given_by))
+                case config_parser.IncludeStatement():
+                    self.read_file(statement.filename, given_by, (*including, str(path)))
+                case config_parser.ImportStatement():
+                    self._import(statement, place)
+
+    def read_flag(self, text: str):
+        name, equals, value = text.partition("=")
+        if not equals or not value.strip():
+            raise ValueError(f"--gin.{name}: expected --gin.NAME=VALUE, got --gin.{text}")
+        try:
+            (statement,) = config_parser.ConfigParser(f"{name} = {value}\n", _Delegate())
+        except (SyntaxError, ValueError, tokenize.TokenError) as error:
+            hint = _quoting(value, MACROS.get(name), spell=lambda text: f"--gin.{name}='{text}'")
+            raise ValueError(f"--gin.{name}: {value} is not a gin value; {hint}") from error
+        self.bindings.append(Binding(*statement[:4], f"--gin.{name}", f"--gin.{name}"))
+
+    def _find(self, name: str, including: tuple[str, ...]) -> epath.Path:
+        beside = [epath.Path(including[-1]).parent] if including else []
+        for path in (folder / name for folder in [*beside, *self.own_folders, _shipped_folder()]):
+            if path.exists() and not path.is_dir():
+                return path
+        known = shipped_files()
+        hint = did_you_mean(name, known)
+        if not hint:
+            short = {file.rpartition("/")[2]: file for file in known}
+            hint = f"; did you mean {' or '.join(short[n] for n in near(name, short))}?" if near(name, short) else ""
+        included = f", included by {including[-1]}" if including else ""
+        raise ValueError(
+            f"no gin file {name!r}{included}; looked in {', '.join(map(str, self.own_folders))} and among "
+            f"the shipped files{hint or ': ' + ', '.join(known)}"
+        )
+
+    def _import(self, statement: config_parser.ImportStatement, place: str):
+        if statement.module.startswith("__gin__"):
+            raise ValueError(
+                f"{place}: {statement.format()!r}: dynamic registration is not used here; configurables go "
+                "by their plain names, such as train.batch_size; remove this line"
+            )
+        try:
+            importlib.import_module(statement.module)
+        except ModuleNotFoundError as error:
+            if error.name != statement.module and not statement.module.startswith(f"{error.name}."):
+                raise
+            raise ValueError(
+                f"{place}: {statement.format()!r}: there is no module {error.name!r}; is its folder on PYTHONPATH?"
+            ) from error
+        self.imports.append(statement.format())
+
+
+def _statements(text: str, name: str) -> Iterator:
+    """The statements of a gin file. gin reports a syntax error with its place as the second argument."""
+    try:
+        yield from config_parser.ConfigParser(text, _Delegate())
+    except (SyntaxError, ValueError, tokenize.TokenError) as error:
+        place = error.args[1] if len(error.args) > 1 and isinstance(error.args[1], tuple) else (None, None)
+        number = place[0] if isinstance(error, tokenize.TokenError) else place[1]
+        lines = text.splitlines()
+        source = lines[number - 1].strip() if number and number <= len(lines) else ""
+        key, _, value = (piece.strip() for piece in source.partition("="))
+        hint = _quoting(value, MACROS.get(key), spell=lambda text: f"{key} = {text}")
+        raise ValueError(f"{name}, line {number}: cannot read {source!r}; {hint}") from error
+
+
+def _quoting(value: str, macro: tuple[str, str] | None, spell: Callable[[str], str]) -> str:
+    """How to write a value that gin cannot read: most often a string whose quotes the shell has eaten."""
+    if value[:1] in tuple("{[("):
+        example = macro[0] if macro else '{"inputs": 512}'
+        return f"strings need quotes and brackets must close, as in {spell(example)}"
+    bare = value.strip("\"'")
+    return f"a string is written in quotes: {spell(chr(34) + bare + chr(34))}"
+
+
+# What can be configured
+
+
+class _Registry:
+    """gin's registry as Program wants it."""
+
+    def find(self, selector: str) -> Callable | None:
+        try:
+            return gin.get_configurable(selector)
+        except (ValueError, KeyError):
+            return None
+
+    def names(self) -> Iterable[str]:
+        return [f.__name__ for f in (model, scores.synthesizer, *_SPECS, *_PRESETS, *_SETTINGS)] + list(COMMANDS)
+
+
+_AS_PRESET = object()  # the default of a field that the preset decides
+
+
+def model(preset: Callable[..., models.EncoderDecoderConfig], **fields: Any) -> models.EncoderDecoderConfig:
+    """A preset with some fields replaced; `attention` and `max_length` as the preset takes them."""
+    return preset(**fields)
+
+
+def _model_signature() -> inspect.Signature:
+    """Of `model`: all fields by name, so that a misspelt field or a wrong type is found before anything runs."""
+    fields = {"attention": str | scores.Spec, "max_length": int, **get_type_hints(models.EncoderDecoderConfig)}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    preset = inspect.Parameter("preset", keyword, annotation=Callable[..., models.EncoderDecoderConfig])
+    return inspect.Signature(
+        [
+            preset,
+            *(inspect.Parameter(name, keyword, default=_AS_PRESET, annotation=kind) for name, kind in fields.items()),
+        ],
+        return_annotation=models.EncoderDecoderConfig,
+    )
+
+
+model.__signature__ = _model_signature()
+
+
+@functools.cache
+def _register(command: str) -> None:
+    """Makes a command's function known to gin as a function that returns its arguments; it is called later."""
+
+    def arguments(**given):
+        return given
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    signature = inspect.signature(command_function(command), eval_str=True)
+    module = inspect.Parameter(
+        "mixture_or_task_module", keyword, default=None, annotation=str | list[str] | tuple[str, ...] | None
+    )
+    arguments.__signature__ = inspect.Signature(
+        [*(p.replace(kind=keyword) for p in signature.parameters.values()), module]
+    )
+    gin.external_configurable(arguments, name=command, module="synthesizer_jax")
+
+
+for _configurable in (model, scores.synthesizer, *_SPECS, *_PRESETS, *_SETTINGS):
+    gin.external_configurable(_configurable, module="synthesizer_jax")
