@@ -1,0 +1,15 @@
+"""seqio tasks and mixtures, one module per benchmark; importing a module registers its names.
+
+Give the module as MIXTURE_OR_TASK_MODULE on the command line. Nothing here imports synthesizer_jax: the modules need seqio
+and t5 only, and can be used with any library that takes seqio tasks.
+"""
+
+# Module -> the names that it registers. The table is read without importing them, which would take seconds.
+CONTENTS = {
+    "synthesizer_jax.tasks.quickstart": (
+        "quickstart_span_corruption",
+        "quickstart_order",
+        "quickstart_fragment",
+        "quickstart_finetune",
+    ),
+}
