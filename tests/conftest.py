@@ -9,6 +9,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
 import pytest
+from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -29,3 +30,11 @@ def shared() -> pathlib.Path:
     if not folder.is_dir():
         pytest.skip(f"no reference data in {folder}; name its folder in SYNTHESIZER_JAX_SHARED")
     return folder
+
+
+@pytest.fixture
+def unchecked_annotations():
+    """Array annotations go unchecked, as for users: what a wrong argument says is our own error's text."""
+    jaxtyping_config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping_config.update("jaxtyping_disable", False)
