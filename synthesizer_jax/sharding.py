@@ -97,6 +97,12 @@ def parameter_shardings(mesh: Mesh, declared: Any, rules: Rules = RULES) -> Any:
     return placed
 
 
+def shaped(mesh: Mesh, declared: Any, rules: Rules = RULES) -> Any:
+    """jax.ShapeDtypeStruct with its sharding for each leaf of a tree of declarations with `dtype`."""
+    placed = parameter_shardings(mesh, declared, rules)
+    return jax.tree.map(lambda d, s: jax.ShapeDtypeStruct(d.shape, d.dtype, sharding=s), declared, placed)
+
+
 def _partition_spec(mesh: Mesh, leaf: Declaration, rules: Rules) -> tuple[PartitionSpec, str]:
     parts, taken = [], {}
     for size, axis in zip(leaf.shape, leaf.axes, strict=True):

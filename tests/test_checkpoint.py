@@ -1,0 +1,225 @@
+"""Checkpoints: equal values over meshes, strictness, atomicity, what is kept, and every path that is none."""
+
+import dataclasses
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from synthesizer_jax.models import t5_tiny
+from synthesizer_jax.sharding import MeshShape, named_leaves
+from synthesizer_jax.training import checkpoint
+from synthesizer_jax.training.checkpoint import CheckpointWriter
+from synthesizer_jax.training.optimizer import Adafactor, AdamW, Constant
+from synthesizer_jax.training.step import Trainer
+
+SIZES = {"features": 16, "mlp_features": 32, "heads": 4, "head_dim": 8, "vocab_size": 32}
+CONFIG = t5_tiny("fixedR+V", max_length=12, **SIZES)
+RUN = {"data": "abc", "settings": {"batch_size": 8}}
+
+
+def make(config=CONFIG, shape=None, optimizer=None):
+    mesh = MeshShape().build(jax.devices()[:1]) if shape is None else shape.build(jax.devices()[:8])
+    return Trainer(config, optimizer or Adafactor(Constant(1e-2), min_size_to_factor=8), mesh)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A state whose every entry is another number, and its trainer."""
+    made = make()
+    numbers = iter(range(10**6))
+    fill = lambda leaf: (np.arange(leaf.size) + next(numbers)).reshape(leaf.shape).astype(leaf.dtype)  # noqa: E731
+    return made, jax.device_put(jax.tree.map(fill, made.abstract_state()), made.mesh.devices.flat[0])
+
+
+@pytest.fixture(scope="module")
+def saved(trained, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("model"))
+    with CheckpointWriter(folder) as writer:
+        writer.save(7, trained[1], CONFIG, RUN)
+    return folder
+
+
+def assert_equal_states(a, b):
+    for (name, one), (other_name, other) in zip(named_leaves(a), named_leaves(b), strict=True):
+        assert name == other_name
+        np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+@pytest.mark.parametrize("shape", [None, MeshShape(data=2, fsdp=2, model=2), MeshShape(model=4)])
+@pytest.mark.parametrize("optimizer", [None, AdamW(Constant())])
+def test_a_state_is_restored_to_todays_shardings(trained, saved, shape, optimizer, tmp_path):
+    if optimizer is not None:
+        made = make(optimizer=optimizer)
+        state = jax.tree.map(lambda leaf: np.full(leaf.shape, 3, leaf.dtype), made.abstract_state())
+        with CheckpointWriter(str(tmp_path)) as writer:
+            writer.save(7, state, CONFIG, RUN)
+        folder = tmp_path
+    else:
+        state, folder = trained[1], saved
+    target = make(shape=shape, optimizer=optimizer).abstract_state()
+    restored = checkpoint.restore(checkpoint.latest(folder), target)
+    assert_equal_states(restored, state)
+    for (name, leaf), (_, wanted) in zip(named_leaves(restored), named_leaves(target), strict=True):
+        assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim) and leaf.dtype == wanted.dtype, name
+
+
+def test_a_sharded_state_is_saved_whole(trained, tmp_path):
+    made = make(shape=MeshShape(data=2, fsdp=2, model=2))
+    placed = jax.tree.map(lambda leaf: leaf.sharding, made.abstract_state())
+    state = jax.device_put(trained[1], placed)
+    with CheckpointWriter(str(tmp_path)) as writer:
+        writer.save(0, state, CONFIG, RUN)
+    assert_equal_states(checkpoint.restore(checkpoint.latest(tmp_path), make().abstract_state()), state)
+
+
+def test_config_and_run_lie_beside_the_state(saved):
+    path = checkpoint.find(saved)
+    assert checkpoint.step_of(path) == 7
+    assert checkpoint.read_config(path) == CONFIG
+    assert checkpoint.read_run(path) == RUN
+
+
+@pytest.mark.parametrize("name", ["", "checkpoint_7"])
+def test_parameters_alone(trained, saved, name):
+    config, params, fixed = checkpoint.restore_params(
+        os.path.join(saved, name), MeshShape(model=2).build(jax.devices()[:8])
+    )
+    assert config == CONFIG
+    assert_equal_states(params, trained[1].params)
+    assert_equal_states(fixed, trained[1].fixed)
+    assert params["embedding"]["embedding"].addressable_shards[0].data.shape == (16, 16)
+
+
+def test_parameters_alone_for_another_dtype_and_dropout(trained, saved):
+    wanted = dataclasses.replace(CONFIG, dropout_rate=0.5, dtype="bfloat16", remat="full")
+    config, params, _ = checkpoint.restore_params(saved, config=wanted)
+    assert config == wanted
+    assert_equal_states(params, trained[1].params)
+
+
+def test_saving_is_not_disturbed_by_donated_updates(tmp_path):
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    big = jnp.zeros(4_000_000)
+    with CheckpointWriter(str(tmp_path), keep=None) as writer:
+        for i in range(4):
+            writer.save(i, {"big": big}, CONFIG, RUN)
+            for _ in range(5):
+                big = step(big)
+    for i in range(4):
+        target = {"big": jax.ShapeDtypeStruct(big.shape, big.dtype, sharding=big.sharding)}
+        np.testing.assert_array_equal(checkpoint.restore(tmp_path / f"checkpoint_{i}", target)["big"], 5.0 * i)
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    with CheckpointWriter(str(tmp_path), keep=2) as writer:
+        for step in (3, 10, 20, 100):
+            writer.save(step, {"x": jnp.zeros(3)}, CONFIG, RUN)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_100", "checkpoint_20"]
+    assert checkpoint.latest(tmp_path).name == "checkpoint_100"
+
+
+def test_mismatches_are_listed_in_three_groups(saved):
+    other = t5_tiny("R+D", max_length=20, **SIZES | {"mlp_features": 48})
+    with pytest.raises(ValueError) as error:
+        checkpoint.restore(checkpoint.find(saved), make(other).abstract_state())
+    text = str(error.value)
+    missing, rest = text.split("  unexpected in the checkpoint:\n")
+    unexpected, different = rest.split("  of different shape:\n")
+    assert "checkpoint_7 does not fit" in missing and "missing in the checkpoint:\n" in missing
+    assert "    params/encoder/layers/attention/scores/dense/w1\n" in missing
+    assert "    params/encoder/layers/attention/scores/dot_product/query\n" in unexpected
+    assert "    fixed/encoder/layers/attention/scores/random/R\n" in unexpected
+    assert "params/encoder/layers/mlp/wi: (2, 16, 32) in the checkpoint, (2, 16, 48) wanted" in different
+
+
+def test_another_model_is_refused_field_by_field(saved):
+    wanted = dataclasses.replace(CONFIG, heads=2, dropout_rate=0.3, mlp_activation="gated-gelu")
+    with pytest.raises(ValueError) as error:
+        checkpoint.restore_params(saved, config=wanted)
+    assert "heads: 4 in the checkpoint, 2 now" in str(error.value)
+    assert "mlp_activation: relu in the checkpoint, gated-gelu now" in str(error.value)
+    assert "dropout" not in str(error.value)
+
+
+def test_paths_that_are_no_checkpoint(tmp_path, saved):
+    with pytest.raises(ValueError, match="nowhere' does not exist"):
+        checkpoint.find(str(tmp_path / "nowhere"))
+    with pytest.raises(
+        ValueError, match=r"is neither a checkpoint .* nor a model_dir that holds one: no checkpoint_<step>"
+    ):
+        checkpoint.find(str(tmp_path))
+    (tmp_path / "checkpoint_5.orbax-checkpoint-tmp").mkdir()
+    with pytest.raises(ValueError, match="only unfinished ones: checkpoint_5.orbax-checkpoint-tmp"):
+        checkpoint.find(str(tmp_path))
+    with pytest.raises(ValueError, match="is neither a checkpoint"):
+        checkpoint.find(os.path.join(saved, "checkpoint_7", "state"))
+
+
+@pytest.mark.parametrize("keep", [0, -1, "3"])
+def test_wrong_keep(tmp_path, keep):
+    with pytest.raises(ValueError, match="keep: expected a number of checkpoints >= 1, or None for all, got"):
+        CheckpointWriter(str(tmp_path), keep=keep)
+
+
+WRITER = """
+    import sys, time, jax.numpy as jnp
+    from synthesizer_jax.models import t5_tiny
+    from synthesizer_jax.training.checkpoint import CheckpointWriter
+
+    with CheckpointWriter(sys.argv[1], keep=2) as writer:
+        for step in range(int(sys.argv[2]), 1000):
+            state = {f"x{i}": jnp.full((300, 300), float(step)) for i in range(20)}
+            writer.save(step, state, t5_tiny(), {"step": step})
+            print(step, flush=True)
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
+    rng = np.random.default_rng()  # another moment each time the tests run
+    target = {f"x{i}": jax.ShapeDtypeStruct((300, 300), jnp.float32, sharding=jnp.zeros(1).sharding) for i in range(20)}
+    step = -1
+    for _ in range(3):
+        script = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "model"), str(step + 1)]
+        with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as process:
+            for _ in range(2 + rng.integers(3)):
+                process.stdout.readline()
+            try:
+                process.wait(rng.uniform(0, 0.1))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+        names = [path.name for path in (tmp_path / "model").iterdir()]
+        for name in names:
+            number = checkpoint.step_of(name)
+            if number is not None:
+                restored = checkpoint.restore(tmp_path / "model" / name, target)
+                assert all(np.all(x == number) for x in restored.values())
+                assert checkpoint.read_run(tmp_path / "model" / name) == {"step": number}
+        step = checkpoint.step_of(checkpoint.latest(tmp_path / "model")) + 1
+        with CheckpointWriter(str(tmp_path / "model"), keep=2) as writer:  # cleans up and goes on
+            writer.save(step, {name: jnp.full((300, 300), float(step)) for name in target}, CONFIG, {"step": step})
+        assert not [path.name for path in (tmp_path / "model").iterdir() if "tmp" in path.name]
+
+
+def test_the_error_of_a_write_in_the_background_is_raised(tmp_path):
+    state = {"x": np.random.default_rng(0).normal(size=500_000)}
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(Exception, match="(?i)file too large|EFBIG"):
+        with CheckpointWriter(str(tmp_path)) as writer:
+            try:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))  # as good as a full disk
+                writer.save(1, state, CONFIG, RUN)
+                time.sleep(1)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, old)
+            writer.check()
+            pytest.fail("no error")
+    assert checkpoint.latest(tmp_path) is None
