@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 # Logical axis names. sharding.py maps them to mesh axes; nothing in Flax acts on them.
 LAYERS = "layers"  # leading axis of parameters that are scanned over depth
@@ -50,6 +51,21 @@ class Param:
         unknown = [axis for axis in self.axes if axis is not None and axis not in LOGICAL_AXES]
         if unknown:
             raise ValueError(f"Param.axes: expected names from {LOGICAL_AXES} or None, got {unknown}")
+
+
+def contract(equation: str, first: jax.Array, second: jax.Array) -> jax.Array:
+    """The einsum of two arrays, accumulated and returned in float32.
+
+    XLA's CPU backend has no bfloat16 product with a float32 result for every layout; there the operands are cast.
+    """
+    if first.dtype == second.dtype == jnp.float32:
+        return jnp.einsum(equation, first, second)
+    return jax.lax.platform_dependent(
+        first,
+        second,
+        cpu=lambda a, b: jnp.einsum(equation, a.astype(jnp.float32), b.astype(jnp.float32)),
+        default=lambda a, b: jnp.einsum(equation, a, b, preferred_element_type=jnp.float32),
+    )
 
 
 def normal(std: float) -> Initializer:

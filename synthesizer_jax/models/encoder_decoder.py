@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from synthesizer_jax.axes import EMBED, VOCAB, Param, fan_in
+from synthesizer_jax.axes import EMBED, VOCAB, Param, contract, fan_in
 from synthesizer_jax.models.config import EncoderDecoderConfig
 from synthesizer_jax.models.transformer import Context, DecoderLayer, EncoderLayer, Stack
 from synthesizer_jax.nn.layers import Embedding, variable
@@ -114,7 +114,7 @@ class EncoderDecoder(nnx.Module):
     def _logits(self, x):
         if self.config.tied_embedding:
             return self.embedding.attend(x * self.config.features**-0.5)
-        return jnp.einsum("bqe,ev->bqv", x, self.lm_head[...].astype(x.dtype), preferred_element_type=jnp.float32)
+        return contract("bqe,ev->bqv", x, self.lm_head[...].astype(x.dtype))
 
 
 def _bias(stack, tokens, segment_ids, positions):

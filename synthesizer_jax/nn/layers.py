@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from synthesizer_jax.axes import EMBED, MLP as MLP_AXIS, VOCAB, Param, fan_in, normal, ones
-from synthesizer_jax.scores.base import check_positive
+from synthesizer_jax.axes import EMBED, VOCAB, Param, contract, fan_in, normal, ones
+from synthesizer_jax.axes import MLP as MLP_AXIS
+from synthesizer_jax.scores.base import check_positive, from_zero
 
 Activation = Literal["relu", "gated-gelu"]
 
@@ -98,13 +99,13 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "b q"], dtype: jax.typing.DTypeLike) -> Float[Array, "b q e"]:
         # An id outside the vocabulary gives NaN, not another token's vector.
-        table = self.embedding[...].astype(dtype)
-        return jnp.take(table, tokens, axis=0, mode="fill", fill_value=jnp.nan)
+        table = self.embedding[...]
+        return jnp.take(table, from_zero(tokens, table.shape[0]), axis=0, mode="fill", fill_value=jnp.nan).astype(dtype)
 
     def attend(self, x: Float[Array, "b q e"]) -> Float[Array, "b q v"]:
         """Logits in float32."""
         table = self.embedding[...].astype(x.dtype)
-        return jnp.einsum("bqe,ve->bqv", x, table, preferred_element_type=jnp.float32)
+        return contract("bqe,ve->bqv", x, table)
 
 
 def dropout(x: Float[Array, "b q e"], rate: float, key: Array | None) -> Float[Array, "b q e"]:

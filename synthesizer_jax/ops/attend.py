@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from synthesizer_jax.axes import contract
 from synthesizer_jax.scores.base import Scores
 
 Path = Literal["auto", "shared", "xla"]
@@ -79,9 +80,9 @@ def attend(
         values = jnp.where(key_mask[:, :, None, None], values, 0)
     weights = weights.astype(values.dtype)
     if weights.shape[0] == 1:
-        out = jnp.einsum("hqk,bkhd->bqhd", weights[0], values, preferred_element_type=jnp.float32)
+        out = contract("hqk,bkhd->bqhd", weights[0], values)
     else:
-        out = jnp.einsum("bhqk,bkhd->bqhd", weights, values, preferred_element_type=jnp.float32)
+        out = contract("bhqk,bkhd->bqhd", weights, values)
     if has_key is not None:
         out = jnp.where(has_key[:, :, None, None], out, 0)
     return out.astype(values.dtype)
@@ -113,7 +114,8 @@ def _weights(scores, k_length, key_mask, causal, q_offset, q_segments, k_segment
     logits = jnp.broadcast_to(logits, (*logits.shape[:2], _q_length(scores, q_segments), k_length))
     causal_mask = _causal(logits.shape[2], k_length, q_offset) if causal else None
     if scores.shared_by_batch:
-        logits = jnp.maximum(logits, _row_max(logits, causal_mask) - _FLOOR)
+        shifted = logits - _row_max(logits, causal_mask)  # a constant of the row, that the softmax doesn't see
+        logits = jnp.where(shifted < -_FLOOR, -_FLOOR, shifted)  # not maximum: it halves the gradient of a tie
     allowed = causal_mask if causal_mask is None else causal_mask[None]
     if key_mask is not None:
         allowed = _both(allowed, key_mask[:, None, :])
@@ -171,7 +173,7 @@ def _exponentials(table, causal_mask):
     e = (half * _SCALE) * half  # in this order no factor is below float32's normal range
     if causal_mask is not None:
         e = jnp.where(causal_mask, e, 0)
-    return e, shifted > -_FLOOR
+    return e, shifted >= -_FLOOR
 
 
 @jax.custom_vjp
@@ -182,11 +184,11 @@ def _shared_softmax(table, values, key_mask, causal_mask):
 
 def _shared_softmax_forward(table, values, key_mask, causal_mask):
     e = _exponentials(table, causal_mask)[0].astype(values.dtype)
-    numerator = jnp.einsum("hqk,bkhd->bqhd", e, _masked(values, key_mask), preferred_element_type=jnp.float32)
+    numerator = contract("hqk,bkhd->bqhd", e, _masked(values, key_mask))
     if key_mask is None:
         denominator = jnp.sum(e, axis=-1, dtype=jnp.float32).T[None]  # [1, q, h]: each sequence has all keys
     else:
-        denominator = jnp.einsum("hqk,bk->bqh", e, key_mask.astype(e.dtype), preferred_element_type=jnp.float32)
+        denominator = contract("hqk,bk->bqh", e, key_mask.astype(e.dtype))
     inverse = jnp.where(denominator > 0, 1 / jnp.where(denominator > 0, denominator, 1), 0)
     out = (numerator * inverse[..., None]).astype(values.dtype)
     return out, (table, values, key_mask, causal_mask, inverse, out)
@@ -198,8 +200,8 @@ def _shared_softmax_backward(residuals, gradient):
     scaled = gradient.astype(jnp.float32) * inverse[..., None]  # g / den
     correction = jnp.sum(scaled * out.astype(jnp.float32), axis=-1)  # [b, q, h]
     scaled = scaled.astype(values.dtype)
-    d_values = jnp.einsum("hqk,bqhd->bkhd", e.astype(values.dtype), scaled, preferred_element_type=jnp.float32)
-    d_table = jnp.einsum("bqhd,bkhd->hqk", scaled, _masked(values, key_mask), preferred_element_type=jnp.float32)
+    d_values = contract("hqk,bqhd->bkhd", e.astype(values.dtype), scaled)
+    d_table = contract("bqhd,bkhd->hqk", scaled, _masked(values, key_mask))
     if key_mask is None:
         d_table = d_table - jnp.sum(correction, axis=0).T[:, :, None]
     else:

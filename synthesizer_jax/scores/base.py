@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from synthesizer_jax.axes import Param
+from synthesizer_jax.axes import Param, contract
 
 Parameters = Mapping[str, Any]  # nested: names -> arrays
 Features = Float[Array, "b k h r"] | tuple | None  # of keys; a tuple has one entry per part of a mixture
@@ -53,7 +53,7 @@ class Scores:
         """The scores before masks and softmax, [b|1, h, q|1, k] in float32."""
         if self.query is None:
             return self.bias
-        low_rank = _contract(self.query, self.key)
+        low_rank = _products(self.query, self.key)
         return low_rank if self.bias is None else low_rank + self.bias
 
     @property
@@ -74,15 +74,15 @@ class Scores:
         return Scores(query, self.key, bias)
 
 
-def _contract(query, key):
+def _products(query, key):
     match query.shape[0], key.shape[0]:
         case 1, 1:
-            return jnp.einsum("qhr,khr->hqk", query[0], key[0], preferred_element_type=jnp.float32)[None]
+            return contract("qhr,khr->hqk", query[0], key[0])[None]
         case _, 1:
-            return jnp.einsum("bqhr,khr->bhqk", query, key[0], preferred_element_type=jnp.float32)
+            return contract("bqhr,khr->bhqk", query, key[0])
         case 1, _:
-            return jnp.einsum("qhr,bkhr->bhqk", query[0], key, preferred_element_type=jnp.float32)
-    return jnp.einsum("bqhr,bkhr->bhqk", query, key, preferred_element_type=jnp.float32)
+            return contract("qhr,bkhr->bhqk", query[0], key)
+    return contract("bqhr,bkhr->bhqk", query, key)
 
 
 def _concatenate(parts):
@@ -202,7 +202,12 @@ def take_positions(table: Array, positions: Array | None, length: int, axis: int
     """Entries of `table` at positions along `axis`; a slice for None. Out of range gives NaN, where JAX would clamp."""
     if positions is None:
         return jax.lax.slice_in_dim(table, 0, length, axis=axis)
-    return jnp.take(table, positions, axis=axis, mode="fill", fill_value=jnp.nan)
+    return jnp.take(table, from_zero(positions, table.shape[axis]), axis=axis, mode="fill", fill_value=jnp.nan)
+
+
+def from_zero(positions: Array, size: int) -> Array:
+    """Positions with negative ones moved past the end: gathers would count them from the end of the table."""
+    return jnp.where(positions < 0, size, positions)
 
 
 def project(x: Float[Array, "b q e"], weight: Float[Array, "e h r"]) -> Float[Array, "b q h r"]:

@@ -6,8 +6,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.axes import EMBED, HEADS, RANK, SYNTH_KEY, Param, fan_in, zeros
-from synthesizer_jax.scores.base import Dims, Scores, Synthetic, check_positive, project, take_positions
+from synthesizer_jax.axes import EMBED, HEADS, RANK, SYNTH_KEY, Param, contract, fan_in, zeros
+from synthesizer_jax.scores.base import Dims, Scores, Synthetic, check_positive, from_zero, project, take_positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,13 +115,14 @@ class FactorizedDense(Synthetic):
         table = table.reshape(*table.shape[:3], self.max_length)
         if k_positions is None or k_positions.ndim == 1:
             return Scores(bias=take_positions(table, k_positions, k_length, axis=-1))
-        indices = jnp.broadcast_to(k_positions[:, None, None, :], (*table.shape[:3], k_length))
+        indices = from_zero(k_positions, self.max_length)
+        indices = jnp.broadcast_to(indices[:, None, None, :], (*table.shape[:3], k_length))
         return Scores(bias=jnp.take_along_axis(table, indices, axis=-1, mode="fill", fill_value=jnp.nan))
 
     def _factor(self, params, x, side):
         prefix = "" if self.shared_hidden else side
         hidden = _hidden(x, params[f"w{prefix}1"], params[f"b{prefix}1"])
-        out = jnp.einsum("bqhr,hri->bqhi", hidden, params[f"w{side}"].astype(x.dtype), preferred_element_type=jnp.float32)
+        out = contract("bqhr,hri->bqhi", hidden, params[f"w{side}"].astype(x.dtype))
         return out + params[f"b{side}"].astype(jnp.float32)
 
 

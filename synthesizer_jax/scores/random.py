@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.axes import HEADS, RANK, SYNTH_KEY, SYNTH_QUERY, Param, normal
-from synthesizer_jax.scores.base import Dims, Scores, Synthetic, check_positive, take_positions
+from synthesizer_jax.scores.base import Dims, Scores, Synthetic, check_positive, from_zero, take_positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,9 @@ def _entries(table, q_length, k_length, q_positions, k_positions):
     if (q_positions is None or q_positions.ndim == 1) and (k_positions is None or k_positions.ndim == 1):
         rows = take_positions(table, q_positions, q_length, axis=1)
         return take_positions(rows, k_positions, k_length, axis=2)[None]
-    rows = _per_sequence(q_positions, q_length)[:, :, None]
-    columns = _per_sequence(k_positions, k_length)[:, None, :]
+    n = table.shape[1]
+    rows = from_zero(_per_sequence(q_positions, q_length), n)[:, :, None]
+    columns = from_zero(_per_sequence(k_positions, k_length), n)[:, None, :]
     return jnp.moveaxis(table.at[:, rows, columns].get(mode="fill", fill_value=jnp.nan), 0, 1)
 
 
