@@ -1,0 +1,227 @@
+"""What every variant must do, whatever its scores: one tuple of variants drives all of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from flax import nnx
+from variants import MAX_LENGTH, VARIANTS
+
+import synthesizer_jax as sj
+from synthesizer_jax.axes import Param
+
+FEATURES, HEADS, HEAD_DIM = 6, 2, 4
+BATCH, LENGTH = 2, 7
+TOLERANCE = 2e-6  # two orders of summation of the same float32 numbers, outputs of size 1
+
+parametrize_variants = pytest.mark.parametrize("spec", [spec for _, spec in VARIANTS], ids=[name for name, _ in VARIANTS])
+
+KEY_MASK = np.array([[True] * 4 + [False] * 3, [True, False, True, True, False, True, False]])
+FIRST, SECOND = 3, 4  # lengths of two segments, packed into one row
+
+
+def draw(shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def make_layer(spec):
+    return sj.Attention(spec, FEATURES, HEADS, HEAD_DIM, rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def layer_of(spec):
+    """(graph, state): a layer with drawn parameters, its mixtures' weights away from their equal start."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: make_layer(spec)))
+    flat, structure = jax.tree.flatten(state)
+    return graph, structure.unflatten([draw(leaf.shape, 1 + i) / 2 for i, leaf in enumerate(flat)])
+
+
+@functools.cache
+def forward_of(spec):
+    """Jitted (state, x) -> outputs under the masks of an encoder, and of decoders without and with padding."""
+    graph, _ = layer_of(spec)
+
+    @functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
+    def forward(state, x):
+        layer = nnx.merge(graph, state)
+        return {
+            "encoder": layer(x, key_mask=KEY_MASK_ARRAY),
+            "decoder": layer(x, causal=True),
+            "padded_decoder": layer(x, key_mask=KEY_MASK_ARRAY, causal=True),
+        }
+
+    return forward
+
+
+KEY_MASK_ARRAY = jnp.asarray(KEY_MASK)
+
+
+@parametrize_variants
+def test_causality(spec):
+    """Changing token t leaves outputs before t bit-equal, and changes output t."""
+    forward, (_, state), x = forward_of(spec), layer_of(spec), draw((BATCH, LENGTH, FEATURES))
+    before = forward(state, x)
+    for t in range(LENGTH):
+        after = forward(state, x.at[:, t].add(1.0))
+        for case in ("decoder", "padded_decoder"):
+            np.testing.assert_array_equal(before[case][:, :t], after[case][:, :t])
+        assert np.all(np.any(before["decoder"][:, t] != after["decoder"][:, t], axis=-1))
+
+
+@parametrize_variants
+def test_padding_content_is_irrelevant(spec):
+    """Outputs at real tokens are bit-equal whatever stands in the padding."""
+    forward, (_, state), x = forward_of(spec), layer_of(spec), draw((BATCH, LENGTH, FEATURES))
+    before = forward(state, x)
+    after = forward(state, jnp.where(KEY_MASK_ARRAY[..., None], x, 1e3 * draw(x.shape, 9)))
+    for case in ("encoder", "padded_decoder"):
+        np.testing.assert_array_equal(np.asarray(before[case])[KEY_MASK], np.asarray(after[case])[KEY_MASK])
+
+
+@parametrize_variants
+def test_second_call_does_not_recompile(spec):
+    forward, (_, state) = forward_of(spec), layer_of(spec)
+    for seed in (0, 1):
+        forward(jax.tree.map(lambda a, seed=seed: a + seed, state), draw((BATCH, LENGTH, FEATURES), seed))
+    assert forward._cache_size() == 1
+    assert layer_of(spec)[0] == nnx.split(nnx.eval_shape(lambda: make_layer(spec)))[0], "equal layers, equal programs"
+    assert hash(layer_of(spec)[0]) == hash(nnx.split(nnx.eval_shape(lambda: make_layer(spec)))[0])
+
+
+@parametrize_variants
+def test_packed_equals_separate_and_steps_equal_the_full_forward(spec):
+    graph, state = layer_of(spec)
+    first, second = draw((1, FIRST, FEATURES), 2), draw((1, SECOND, FEATURES), 3)
+
+    @functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
+    def run(state, first, second):
+        layer = nnx.merge(graph, state)
+        padding = jnp.full((1, 1, FEATURES), 5.0)
+        row = jnp.concatenate([first, second, padding], axis=1)
+        segments = jnp.array([[1] * FIRST + [2] * SECOND + [0]], jnp.int32)
+        positions = jnp.array([[*range(FIRST), *range(SECOND), 0]], jnp.int32)
+        # Another row beside it, so that positions differ in the batch.
+        row, segments = jnp.concatenate([row, row]), jnp.concatenate([segments, jnp.ones_like(segments)])
+        positions = jnp.concatenate([positions, jnp.arange(FIRST + SECOND + 1, dtype=jnp.int32)[None]])
+        out = {}
+        for causal in (False, True):
+            y = layer(row, causal=causal, q_segments=segments, q_positions=positions)
+            kind = "decoder" if causal else "encoder"
+            out[kind] = {
+                "packed": (y[:1, :FIRST], y[:1, FIRST : FIRST + SECOND]),
+                "separate": (layer(first, causal=causal), layer(second, causal=causal)),
+            }
+        x = jnp.concatenate([second, second[:, ::-1]])
+        out["full"] = layer(x, causal=True)
+        out["steps"] = decode(layer, x, (1,) * SECOND)
+        out["prefill"] = decode(layer, x, (2, 1, 1))
+        return out
+
+    out = run(state, first, second)
+    for kind in ("encoder", "decoder"):
+        for packed, separate in zip(out[kind]["packed"], out[kind]["separate"], strict=True):
+            np.testing.assert_allclose(packed, separate, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(out["steps"], out["full"], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(out["prefill"], out["full"], rtol=0, atol=TOLERANCE)
+
+
+def decode(layer, x, sizes):
+    """Outputs of steps of these sizes, in a cache that is longer than the sequence."""
+    cache, outs, start = layer.init_cache(x.shape[0], x.shape[1] + 2), [], 0
+    for size in sizes:
+        y, cache = layer.step(x[:, start : start + size], cache)
+        outs.append(y)
+        start += size
+    return jnp.concatenate(outs, axis=1)
+
+
+@parametrize_variants
+def test_what_is_trained_has_a_gradient_and_what_is_fixed_has_none(spec):
+    graph, state = layer_of(spec)
+    x, cotangent = draw((1, MAX_LENGTH, FEATURES)), draw((1, MAX_LENGTH, FEATURES), 5)
+
+    @functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
+    def gradient(state, x):
+        return jax.grad(lambda state: jnp.sum(nnx.merge(graph, state)(x) * cotangent))(state)
+
+    declared = spec.params(sj.Dims(FEATURES, HEADS, HEAD_DIM))
+    for path, variable in nnx.to_flat_state(gradient(state, x)):
+        found = np.asarray(variable[...])
+        if path[0] != "scores":
+            assert np.any(found), path
+            continue
+        param = functools.reduce(lambda node, name: node[name], path[1:], declared)
+        assert isinstance(param, Param)
+        assert isinstance(variable, nnx.Param if param.trained else sj.Fixed), path
+        assert np.any(found) == param.trained, path
+        if path[-1] == "R" and param.trained:
+            assert np.all(found), "all n x n entries are used at full length"
+
+
+@parametrize_variants
+def test_bfloat16_is_close_to_float32(spec):
+    graph, state = layer_of(spec)
+    x = draw((BATCH, LENGTH, FEATURES))
+
+    @functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
+    def run(state, x):
+        layer = nnx.merge(graph, state)
+        return tuple(layer(x.astype(t), key_mask=KEY_MASK_ARRAY, causal=True) for t in (jnp.float32, jnp.bfloat16))
+
+    full, half = run(state, x)
+    assert half.dtype == jnp.bfloat16
+    # Four products in a row, each rounded to 2^-9 of its size: a few times 1 %. A wrong term costs more than 20 %.
+    assert oracle.relative_error(half, full) < 5e-2
+
+
+@parametrize_variants
+def test_lengths_above_the_maximum_are_refused(spec):
+    n = spec.longest()
+    if n is None:
+        pytest.skip("any length")
+
+    def trace(length):
+        return jax.eval_shape(lambda x: make_layer(spec)(x), jax.ShapeDtypeStruct((1, length, FEATURES), jnp.float32))
+
+    assert trace(n).shape == (1, n, FEATURES)
+    with pytest.raises(ValueError, match=rf"length {n + 1} is more than max_length={n}"):
+        trace(n + 1)
+    with pytest.raises(ValueError, match=rf"length: expected at most max_length={n} of the scores, got {n + 1}"):
+        jax.eval_shape(lambda: make_layer(spec).init_cache(1, n + 1))
+
+
+@parametrize_variants
+def test_cross_attention_is_refused_by_name_or_works(spec):
+
+    def trace():
+        inputs = [jax.ShapeDtypeStruct((1, length, FEATURES), jnp.float32) for length in (4, 6)]
+        return jax.eval_shape(lambda x, other: make_layer(spec)(x, other), *inputs)
+
+    if spec.longest() is None:
+        assert trace().shape == (1, 4, FEATURES)
+    else:
+        with pytest.raises(ValueError, match=r"x_kv: (Random|FactorizedRandom|Dense|FactorizedDense) scores .* DotProduct"):
+            trace()
+
+
+@pytest.mark.parametrize("name", ["R", "R+V"])
+def test_layer_dropout(name):
+    """The key decides: the same key draws the same, another key otherwise, no key nothing."""
+    layer = sj.Attention(sj.synthesizer(name, MAX_LENGTH), 6, 2, 4, rngs=nnx.Rngs(0), dropout_rate=0.5)
+    graph, state = nnx.split(layer)
+    call = jax.jit(lambda state, x, key: nnx.merge(graph, state)(x, dropout_key=key))
+    x = draw((BATCH, LENGTH, FEATURES))
+    first, again, other = (call(state, x, jax.random.key(seed)) for seed in (0, 0, 1))
+    none = call(state, x, None)
+    np.testing.assert_array_equal(first, again)
+    assert np.all(np.any(first != other, axis=-1))
+    assert np.all(np.any(first != none, axis=-1))
+
+
+def test_dropout_rates_are_checked():
+    for rate in (1.0, -0.1, 1.5):
+        with pytest.raises(ValueError, match=rf"dropout_rate: expected a rate from 0 to below 1, got {rate}"):
+            sj.Attention(sj.DotProduct(), 6, 2, 4, rngs=nnx.Rngs(0), dropout_rate=rate)
