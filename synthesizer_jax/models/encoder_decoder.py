@@ -55,19 +55,27 @@ class EncoderDecoder(nnx.Module):
                 "encoder_segment_ids, decoder_segment_ids: expected both or neither; a packed batch has both"
             )
         encoder_key, decoder_key = [None, None] if dropout_key is None else jax.random.split(dropout_key)
-        encoded = self.encode(
-            encoder_input_tokens, segment_ids=encoder_segment_ids, positions=encoder_positions, dropout_key=encoder_key
-        )
-        packed = decoder_segment_ids is not None
-        context = Context(
-            segments=decoder_segment_ids,
-            positions=decoder_positions,
-            bias=_bias(self.decoder, decoder_input_tokens, decoder_segment_ids, decoder_positions),
-            encoded=encoded,
-            encoder_mask=None if packed else encoder_input_tokens > 0,
-            encoder_segments=encoder_segment_ids,
+        context = self._decoder_context(
+            encoder_input_tokens,
+            decoder_input_tokens,
+            encoder_segment_ids,
+            encoder_positions,
+            decoder_segment_ids,
+            decoder_positions,
+            encoder_key,
         )
         return self._logits(self.decoder(self._embed(decoder_input_tokens), context, decoder_key))
+
+    def attention_weights(
+        self, encoder_input_tokens: Int[Array, "b k"], decoder_input_tokens: Int[Array, "b q"]
+    ) -> tuple[Float[Array, "_l b h k k"], Float[Array, "_l b h q q"]]:
+        """The self-attention weights of encoder and decoder, [layers, b, h, q, k] in float32: for looking at."""
+        own = self._encoder_context(encoder_input_tokens, None, None)
+        context = self._decoder_context(encoder_input_tokens, decoder_input_tokens)
+        return (
+            self.encoder.weights(self._embed(encoder_input_tokens), own),
+            self.decoder.weights(self._embed(decoder_input_tokens), context),
+        )
 
     def encode(
         self,
@@ -78,13 +86,7 @@ class EncoderDecoder(nnx.Module):
         dropout_key: Array | None = None,
     ) -> Float[Array, "b k e"]:
         """The encoder's output [b, k, e]; what stands at padding has no meaning and is seen by nobody."""
-        context = Context(
-            key_mask=tokens > 0 if segment_ids is None else None,
-            segments=segment_ids,
-            positions=positions,
-            bias=_bias(self.encoder, tokens, segment_ids, positions),
-        )
-        return self.encoder(self._embed(tokens), context, dropout_key)
+        return self.encoder(self._embed(tokens), self._encoder_context(tokens, segment_ids, positions), dropout_key)
 
     def init_cache(self, encoder_input_tokens: Int[Array, "b k"], max_length: int) -> dict:
         """What decoding up to max_length tokens with `decode_step` needs; runs the encoder."""
@@ -107,6 +109,35 @@ class EncoderDecoder(nnx.Module):
         )
         logits = self._logits(self.decoder.final_norm(x))
         return logits, cache | {"layers": layers, "index": index + tokens.shape[1]}
+
+    def _encoder_context(self, tokens, segment_ids, positions):
+        return Context(
+            key_mask=tokens > 0 if segment_ids is None else None,
+            segments=segment_ids,
+            positions=positions,
+            bias=_bias(self.encoder, tokens, segment_ids, positions),
+        )
+
+    def _decoder_context(
+        self,
+        encoder_tokens,
+        decoder_tokens,
+        encoder_segments=None,
+        encoder_positions=None,
+        decoder_segments=None,
+        decoder_positions=None,
+        dropout_key=None,
+    ):
+        return Context(
+            segments=decoder_segments,
+            positions=decoder_positions,
+            bias=_bias(self.decoder, decoder_tokens, decoder_segments, decoder_positions),
+            encoded=self.encode(
+                encoder_tokens, segment_ids=encoder_segments, positions=encoder_positions, dropout_key=dropout_key
+            ),
+            encoder_mask=encoder_tokens > 0 if encoder_segments is None else None,
+            encoder_segments=encoder_segments,
+        )
 
     def _embed(self, tokens):
         return self.embedding(tokens, self.config.compute_dtype)

@@ -26,7 +26,7 @@ class Context:
     key_mask: Bool[Array, "b q"] | None = None
     segments: Int[Array, "b q"] | None = None
     positions: Int[Array, "b q"] | None = None
-    bias: Float[Array, "_b h q k"] | None = None
+    bias: Float[Array, "_b h _q _k"] | None = None
     encoded: Float[Array, "b k e"] | None = None
     encoder_mask: Bool[Array, "b k"] | None = None
     encoder_segments: Int[Array, "b k"] | None = None
@@ -54,6 +54,16 @@ class EncoderLayer(nnx.Module):
         )
         x = x + dropout(attended, self.rate, keys[1])
         return x + dropout(self.mlp(self.mlp_norm(x), keys[2]), self.rate, keys[3])
+
+    def weights(self, x: Float[Array, "b q e"], context: Context) -> Float[Array, "b h q q"]:
+        """The normalised weights of self-attention, [b, h, q, k]."""
+        return self.attention.weights(
+            self.attention_norm(x),
+            key_mask=context.key_mask,
+            q_segments=context.segments,
+            q_positions=context.positions,
+            bias=context.bias,
+        )
 
 
 class DecoderLayer(nnx.Module):
@@ -89,6 +99,16 @@ class DecoderLayer(nnx.Module):
         )
         x = x + dropout(crossed, self.rate, keys[3])
         return x + dropout(self.mlp(self.mlp_norm(x), keys[4]), self.rate, keys[5])
+
+    def weights(self, x: Float[Array, "b q e"], context: Context) -> Float[Array, "b h q q"]:
+        """The normalised weights of self-attention, [b, h, q, k]."""
+        return self.attention.weights(
+            self.attention_norm(x),
+            causal=True,
+            q_segments=context.segments,
+            q_positions=context.positions,
+            bias=context.bias,
+        )
 
     def init_cache(self, encoded: Float[Array, "b k e"], length: int) -> dict[str, Cache]:
         """An empty cache for `length` tokens; cross-attention's keys and values are computed once, here."""
@@ -144,6 +164,10 @@ class Stack(nnx.Module):
         keys = None if layers is None else jax.random.split(layers, self.depth)
         x, _ = self.over_layers(lambda layer, x, key: (layer(x, context, key), None), x, keys)
         return dropout(self.final_norm(x), rate, last)
+
+    def weights(self, x: Float[Array, "b q e"], context: Context) -> Float[Array, "layers b h q q"]:
+        """The normalised self-attention weights of all layers, [layers, b, h, q, k] in float32, without dropout."""
+        return self.over_layers(lambda layer, x, _: (layer(x, context, None), layer.weights(x, context)), x, None)[1]
 
     def over_layers(self, body: Callable, carry: Any, per_layer: Any) -> tuple[Any, Any]:
         """carry, out = body(layer, carry, entry of per_layer) from layer to layer; what comes out is stacked."""

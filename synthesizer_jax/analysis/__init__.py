@@ -1,0 +1,1 @@
+"""Looking at models: attention maps, and comparisons of variants."""
