@@ -127,12 +127,16 @@ def load(config, source, arrays):
     return tree
 
 
+def logits_of(config, trained, batch):
+    return parameters.bind(config, trained, {})(**batch)
+
+
 def compile_model(config):
     """(logits, encoder outputs, greedy ids) as jitted functions of the parameters and the batch."""
 
     @functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
     def forward(trained, batch):
-        return parameters.bind(config, trained, {})(**batch)
+        return logits_of(config, trained, batch)
 
     @functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
     def encode(trained, tokens, segment_ids=None, positions=None):
@@ -196,7 +200,7 @@ def test_hf_t5(shared, version, heads):
     labels = jnp.asarray(data["labels"])
 
     def loss(trained):
-        sums = cross_entropy(forward(trained, batch), jnp.maximum(labels, 0), labels >= 0)
+        sums = cross_entropy(logits_of(config, trained, batch), jnp.maximum(labels, 0), labels >= 0)
         return sums.total / sums.weight
 
     value, gradients = gradients_of(loss, trained)
@@ -228,20 +232,20 @@ def test_t5x(shared, version, heads):
     encoded = encode(trained, *(packed[f"encoder_{name}"] for name in ("input_tokens", "segment_ids", "positions")))
     check(encoded, data["packed.encoder_output"], data["packed.encoder_segment_ids"] > 0, 2e-5)
 
-    def sums(trained, z_loss, label_smoothing):
+    def loss_sums(logits, z_loss, label_smoothing):
         weights = jnp.asarray(targets > 0)
-        return cross_entropy(
-            forward(trained, batch), jnp.asarray(targets), weights, z_loss=z_loss, label_smoothing=label_smoothing
-        )
+        return cross_entropy(logits, jnp.asarray(targets), weights, z_loss=z_loss, label_smoothing=label_smoothing)
+
+    logits = forward(trained, batch)
 
     for name, z_loss, label_smoothing in (("plain", 0.0, 0.0), ("z", 1e-2, 0.0), ("smooth", 0.0, 0.1), ("z_smooth", 1e-2, 0.1)):
-        found = sums(trained, z_loss, label_smoothing)
+        found = loss_sums(logits, z_loss, label_smoothing)
         np.testing.assert_allclose(found.total, data[f"loss_{name}.total"], rtol=1e-5)
         np.testing.assert_allclose(found.z_loss, data[f"loss_{name}.z_part"], rtol=1e-5)
         np.testing.assert_allclose(found.weight, data[f"loss_{name}.weight_sum"])
 
     def loss(trained):
-        found = sums(trained, 1e-2, 0.1)
+        found = loss_sums(logits_of(config, trained, batch), 1e-2, 0.1)
         return found.total / found.weight
 
     check_gradients(gradients_of(loss, trained)[1], load(config, from_t5x, load_file(folder / "grads.safetensors")), 5e-6)
@@ -304,7 +308,7 @@ def test_mesh_model(shared, mode):
     batch = {"encoder_input_tokens": inputs, "decoder_input_tokens": jnp.asarray(shifted(data["targets"]))}
     check(forward(trained, batch), data["logits"], data["targets"] > 0, 2e-5)
 
-    value, gradients = gradients_of(lambda trained: mesh_loss(forward(trained, batch), targets), trained)
+    value, gradients = gradients_of(lambda trained: mesh_loss(logits_of(config, trained, batch), targets), trained)
     np.testing.assert_allclose(value, data["loss"], rtol=1e-5)
     check_gradients(gradients, load(config, from_mesh, load_file(folder / "grads.safetensors")), 1e-5)
     np.testing.assert_array_equal(up_to_eos(decode(trained, inputs)), up_to_eos(data["greedy.ids"]))
