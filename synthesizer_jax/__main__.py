@@ -5,9 +5,13 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow only reads data here; its start-up notes help nobody
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow only reads data here and need not look for a GPU
 
+
+import jax
+from etils import epath
 
 try:
     from synthesizer_jax import launch
@@ -51,11 +55,25 @@ def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
     _point_to_data(arguments.tfds_data_dir, _split(arguments.seqio_additional_cache_dirs))
     for module in plan.task_modules:
         _import_tasks(module)
-    plan.check()
+    facts = plan.preflight()
     if arguments.dry_run:
-        print(plan.describe())
-    else:
-        plan.run()
+        print("\n".join([plan.config, *facts, "nothing was run (--dry_run)"]))
+        return
+    print("\n".join(facts), flush=True)
+    if plan.command == "train" and jax.process_index() == 0:
+        folder = epath.Path(plan.arguments["model_dir"])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.gin").write_text(plan.config)
+    _report(plan.command, plan.run())
+
+
+def _report(command: str, result: Any) -> None:
+    if command == "evaluate":
+        for task, metrics in result.items():
+            for name, value in metrics.items():
+                print(f"{task}  {name}  {value:.6g}" if isinstance(value, float) else f"{task}  {name}  {value}")
+    elif command == "infer":
+        print("\n".join(f"wrote {path}" for path in result))
 
 
 def _parser() -> argparse.ArgumentParser:

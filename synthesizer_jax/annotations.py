@@ -65,6 +65,8 @@ def spell(annotation: Any) -> str:
         return " | ".join(spell(option) for option in typing.get_args(annotation))
     if typing.get_origin(annotation) is typing.Literal:
         return " or ".join(repr(option) for option in typing.get_args(annotation))
+    if typing.get_origin(annotation) is collections.abc.Callable:
+        return "a function (in gin: @NAME or @NAME())"
     text = str(annotation)
     for module in ("typing.", "collections.abc."):
         text = text.replace(module, "")

@@ -164,7 +164,7 @@ class Program:
             case Macro(name=name):
                 self.used.add(name)
                 if name in self.bound:
-                    self._follow_value(self.bound[name].value, label, scope)
+                    self._follow_value(self.bound[name].value, label, scope=name)  # as gin evaluates a macro
                 else:
                     self._miss(name, label, Any)
             case Reference():
@@ -191,9 +191,10 @@ class Program:
         except KeyError:
             return  # a part is missing or unknown, which is said elsewhere
         if not annotations.fits(value, annotation):
-            name = label if binding.argument else f"{binding.key} ({label})"
+            target = "" if binding.key == label else f" ({label})"
+            named = "" if binding.place.endswith(f".{binding.key}") else f": {binding.key}"
             self.faults.append(
-                f"{binding.place}: {name}: expected {annotations.spell(annotation)}, "
+                f"{binding.place}{named}{target}: expected {annotations.spell(annotation)}, "
                 f"got {binding.value!r}{_type_fix(binding, annotation)}"
             )
 
@@ -219,10 +220,10 @@ class Program:
         for binding in {b.key: b for b in self.bindings if not b.argument}.values():
             from_flag = binding.given_by.startswith("--")
             if binding.key not in referred and (from_flag or binding.key not in self.examples):
-                names = {*referred, *self.examples} - {binding.key}
+                known = binding.key in self.examples
+                near = "; leave it out" if known else did_you_mean(binding.key, {*referred, *self.examples})
                 self.faults.append(
-                    f"{binding.place}: nothing in `{self.command}` refers to the macro {binding.key}"
-                    f"{did_you_mean(binding.key, names)}"
+                    f"{binding.place}: nothing in `{self.command}` refers to the macro {binding.key}{near}"
                 )
         if not self.faults:
             for given in dict.fromkeys(binding.given_by for binding in self.bindings):
@@ -247,12 +248,15 @@ class Program:
 @functools.cache
 def parameters(function: Callable) -> dict[str, inspect.Parameter] | None:
     """The parameters of a function or class, with real annotations; None when it takes any name."""
+    # gin wraps a class by a metaclass, whose call takes anything.
+    target = function.__init__ if isinstance(function, type) else function
     try:
-        found = inspect.signature(function, eval_str=True).parameters
+        found = dict(inspect.signature(target, eval_str=True).parameters)
     except NameError:  # an annotation that only a type checker can resolve
-        found = inspect.signature(function).parameters
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())
-    return None if open_ended else dict(found)
+        found = dict(inspect.signature(target).parameters)
+    if isinstance(function, type):
+        del found[next(iter(found))]  # self
+    return None if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values()) else found
 
 
 def _made_by(function: Callable) -> Any:

@@ -25,12 +25,20 @@ from synthesizer_jax import models, scores, sharding
 from synthesizer_jax.configuration import Binding, Macro, Program, Reference, did_you_mean, near
 from synthesizer_jax.training import optimizer
 
-# command -> its function; imported when the command runs, because seqio and TensorFlow take seconds.
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Where its function and its checks are; imported when the command runs, because seqio takes seconds."""
+
+    function: tuple[str, str]  # module, name
+    preflight: tuple[str, str] | None = None  # arguments -> lines for the user
+
+
 COMMANDS = {
-    "train": ("synthesizer_jax.training.loop", "train"),
-    "evaluate": ("synthesizer_jax.evaluation", "evaluate"),
-    "infer": ("synthesizer_jax.evaluation", "infer"),
-    "reproduce": ("synthesizer_jax.analysis.comparison", "compare"),
+    "train": Command(("synthesizer_jax.training.loop", "train"), ("synthesizer_jax.preflight", "before_training")),
+    "evaluate": Command(("synthesizer_jax.evaluation", "evaluate"), ("synthesizer_jax.preflight", "before_evaluation")),
+    "infer": Command(("synthesizer_jax.evaluation", "infer"), ("synthesizer_jax.preflight", "before_evaluation")),
+    "reproduce": Command(("synthesizer_jax.analysis.comparison", "compare")),
 }
 
 # The macros that the shipped files refer to: name -> (an example, what it is).
@@ -99,9 +107,18 @@ class Plan:
     task_modules: tuple[str, ...]  # to be imported before it
     config: str  # the operative configuration as gin text, which parses again
 
-    @property
-    def function(self) -> Callable:
-        return command_function(self.command)
+    def preflight(self) -> list[str]:
+        """Checks the arguments, defaults included, without running anything; lines for the user."""
+        where = COMMANDS[self.command].preflight
+        if where is None:
+            return []
+        bound = inspect.signature(_function(self.command)).bind(**self.arguments)
+        bound.apply_defaults()
+        return _imported(where)(bound.arguments)
+
+    def run(self) -> Any:
+        """Calls the command's function."""
+        return _function(self.command)(**self.arguments)
 
 
 def make_plan(command: str, gin_files: Sequence[str], flags: Sequence[str], search_paths: Sequence[str] = ()) -> Plan:
@@ -127,9 +144,12 @@ def make_plan(command: str, gin_files: Sequence[str], flags: Sequence[str], sear
     return Plan(command, arguments, modules, gin.operative_config_str(max_line_length=120))
 
 
-def command_function(command: str) -> Callable:
-    """The function that a command calls."""
-    module, name = COMMANDS[command]
+def _function(command: str) -> Callable:
+    return _imported(COMMANDS[command].function)
+
+
+def _imported(where: tuple[str, str]) -> Callable:
+    module, name = where
     return getattr(importlib.import_module(module), name)
 
 
@@ -305,7 +325,7 @@ def _register(command: str) -> None:
         return given
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    signature = inspect.signature(command_function(command), eval_str=True)
+    signature = inspect.signature(_function(command), eval_str=True)
     module = inspect.Parameter(
         "mixture_or_task_module", keyword, default=None, annotation=str | list[str] | tuple[str, ...] | None
     )

@@ -1,0 +1,105 @@
+"""Every shipped gin file is read, resolved and built; the large models by their shapes only."""
+
+import re
+
+import jax
+import pytest
+
+import synthesizer_jax as sj
+from synthesizer_jax import launch
+from synthesizer_jax.models import parameters
+
+MODELS, ATTENTIONS, RUNS, EXPERIMENTS = (
+    [name for name in launch.shipped_files() if name.startswith(f"{folder}/")]
+    for folder in ("models", "attention", "runs", "experiments")
+)
+INCLUDED = ("models/options.gin", "runs/options.gin")  # parts of other files
+GIVEN = ('MODEL_DIR="/tmp/run"', 'MIXTURE_OR_TASK_NAME="a_task"', 'TASK_FEATURE_LENGTHS={"inputs": 64, "targets": 16}',
+         "BATCH_SIZE=8", "TRAIN_STEPS=10")  # fmt: skip
+MILLION = {"M": 1e6, "B": 1e9}
+
+
+def text_of(name):
+    return (launch._shipped_folder() / name).read_text()
+
+
+def model(*files):
+    return launch.make_plan("train", [*files, "runs/pretrain.gin"], GIVEN).arguments["model"]
+
+
+def is_rounded(text, count):
+    """True when `text`, such as 292.1M, is `count` rounded to its digits."""
+    number, unit = re.fullmatch(r"([\d.]+)([MB])", text).groups()
+    return f"{count / MILLION[unit]:.{len(number.partition('.')[2])}f}" == number
+
+
+def test_all_files_are_known():
+    assert len(MODELS) == 15 and len(ATTENTIONS) == 13 and len(RUNS) == 6
+    assert len(launch.shipped_files()) == len(MODELS + ATTENTIONS + RUNS + EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", launch.shipped_files())
+def test_the_head_comment_says_how_to_use_it(name):
+    head = text_of(name).partition("\n\n")[0]
+    assert all(line.startswith("#") for line in head.splitlines())
+    if name not in INCLUDED:
+        for word in ("Must be given:", "Often changed:", "Command:", "Result:"):
+            assert word in head, word
+        command = head.partition("Command:")[2].partition("Result:")[0]
+        assert f"--gin_file={name}" in command
+        assert all(file in launch.shipped_files() for file in re.findall(r"--gin_file=(\S+)", command))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in INCLUDED])
+def test_a_model_has_the_parameters_that_its_comment_says(name):
+    said = re.search(r"trained parameters: V (\S+), R (\S+), R\+V ([\d.]+[MB])", text_of(name)).groups()
+    for letters, count in zip(("V", "R", "R+V"), said, strict=True):
+        config = model(name, f"attention/{letters}.gin")
+        assert is_rounded(count.rstrip(","), sj.count_parameters(config)), letters
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_an_attention_builds_and_has_the_parameters_that_its_comment_says(name):
+    config = model("models/paper_c4_base.gin", name)
+    said = re.search(r"has ([\d.]+M) trained parameters", text_of(name)).group(1)
+    assert is_rounded(said, sj.count_parameters(config))
+    small = model("models/t5_tiny.gin", name)
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), parameters.abstract(small))
+    tokens = jax.ShapeDtypeStruct((2, 16), "int32")
+    logits = jax.eval_shape(lambda p, x, y: parameters.bind(small, *p)(x, y), shapes, tokens, tokens)
+    assert logits.shape == (2, 16, small.vocab_size)
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENTIONS if "mesh" not in name])
+def test_an_attention_is_named_by_its_notation(name):
+    notation = name.removeprefix("attention/").removesuffix(".gin")
+    assert model("models/t5_tiny.gin", name) == sj.t5_tiny(notation)
+
+
+def recipe(name):
+    """(command, files, flags) that `name` is part of."""
+    checkpoint = 'CHECKPOINT_PATH="/tmp/x"'
+    match name.split("/"):
+        case ["models", _]:
+            return "train", [name, "runs/pretrain.gin"], GIVEN
+        case ["attention", _]:
+            return "train", ["models/t5_tiny.gin", name, "runs/pretrain.gin"], GIVEN
+        case ["runs", "evaluate.gin" | "infer.gin" as file]:
+            return file.removesuffix(".gin"), [name], [*GIVEN[1:3], checkpoint]
+        case ["runs", "quickstart.gin"]:
+            return "train", [name], GIVEN[:1]
+        case ["runs", "finetune.gin"]:
+            return "train", ["models/t5_tiny.gin", name], [*GIVEN, f"INITIAL_{checkpoint}"]
+        case ["runs", _]:
+            return "train", ["models/t5_tiny.gin", name], GIVEN
+        case ["experiments", _]:
+            return "reproduce", [name], []
+
+
+@pytest.mark.parametrize("name", [name for name in launch.shipped_files() if name not in INCLUDED])
+def test_the_operative_configuration_parses_again(name, tmp_path):
+    command, files, flags = recipe(name)
+    first = launch.make_plan(command, files, flags)
+    path = tmp_path / "config.gin"
+    path.write_text(first.config)
+    assert launch.make_plan(command, [str(path)], []).config == first.config
