@@ -1,12 +1,12 @@
 """From a seqio task or mixture to batches of numpy arrays, with a state from which a new process goes on exactly.
 
-Keys are seqio's: encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, decoder_loss_weights and, where examples
-are packed, {encoder,decoder}_segment_ids (1, 2, ...; 0 is padding) and {encoder,decoder}_positions (within the example).
-All are int32 [rows, length].
+Keys are seqio's: encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, decoder_loss_weights and, where
+examples are packed, {encoder,decoder}_segment_ids (1, 2, ...; 0 is padding) and {encoder,decoder}_positions (within the
+example). All are int32 [rows, length].
 
-**Hosts.** Every host runs the whole pipeline and keeps its rows of each batch. So batches, losses and states do not depend on
-the number of hosts, and a run continues on another number of them. The price is reading everything on each host; where that
-is too slow, cache the tasks.
+**Hosts.** Every host runs the whole pipeline and keeps its rows of each batch. So batches, losses and states do not
+depend on the number of hosts, and a run continues on another number of them. The price is reading everything on each
+host; where that is too slow, cache the tasks.
 
 Importing this module takes seconds (TensorFlow, seqio); the core does not.
 """
@@ -38,8 +38,8 @@ Provider = seqio.Task | seqio.Mixture
 class TrainBatches:
     """Batches without end (or for `num_epochs`), the same ones for the same arguments, on every run.
 
-    A batch is `batch_size` rows over all hosts; this host's rows come out. With `num_epochs` the rows that do not fill the
-    last batch are left out; without, examples come again and again, so a small split needs no special care.
+    A batch is `batch_size` rows over all hosts; this host's rows come out. With `num_epochs` the rows that do not fill
+    the last batch are left out; without, examples come again and again, so a small split needs no special care.
 
     Args:
       mixture_or_task_name: a name registered with seqio; import its module first.
@@ -87,7 +87,7 @@ class TrainBatches:
             "shuffle": shuffle,
             "use_cached_tasks": cached,
             "num_epochs": num_epochs,
-            "examples": _fingerprint(provider, lengths, split, cached, seed),
+            "examples": _fingerprints(provider, lengths, split, cached, seed),
             "seqio": seqio.__version__,
             "tensorflow": tf.__version__,
         }
@@ -112,7 +112,7 @@ class TrainBatches:
         return {name: rows.numpy()[self._rows] for name, rows in batch.items()}
 
     def state(self) -> bytes:
-        """Where the iterator stands: TensorFlow's checkpoint of it, with the arguments it belongs to, in one zip archive.
+        """Where the iterator stands: TensorFlow's checkpoint of it and the arguments it belongs to, in a zip archive.
 
         It holds the shuffle buffers, so its size is that of some thousand examples. The same on every host.
         """
@@ -151,7 +151,7 @@ class TrainBatches:
 
     def close(self) -> None:
         """Lets go of the pipeline's threads and buffers."""
-        self._iterator = iter(())
+        self._iterator, self._started = iter(()), True
 
     def __enter__(self) -> "TrainBatches":
         return self
@@ -170,10 +170,10 @@ def eval_batches(
     use_cached_tasks: bool | None = None,
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[tuple[Batch, int]]:
-    """Every example of the split once, not packed, in order; of a mixture, those of one task after the other.
+    """Every example of the split once, not packed, in order; of a mixture, one task's after the other's.
 
-    Yields: a batch, always of the same shape, and how many of this host's rows are examples. The rows after them are all
-    padding, with weight 0. Every host gets the same number of batches.
+    Yields: a batch, always of the same shape, and how many of this host's rows are examples. The rows after them are
+    all padding, with weight 0. Every host gets the same number of batches.
     """
     provider = get_mixture_or_task(mixture_or_task_name)
     check_lengths(task_feature_lengths)
@@ -181,7 +181,7 @@ def eval_batches(
     rows = _rows(batch_size, shard)
     cached = use_cache(provider, use_cached_tasks)
     lengths = {name: int(task_feature_lengths[name]) for name in FEATURES}
-    _fingerprint(provider, lengths, split, cached, seed)  # raises where there are no examples
+    _fingerprints(provider, lengths, split, cached, seed)  # raises where there are no examples
     options = {"split": split, "use_cached": cached, "seed": seed, "shuffle": False, "num_epochs": 1, "pack": False}
     datasets = [_converted(task, lengths, **options) for task in _with_split(provider, split)]
     dataset = functools.reduce(tf.data.Dataset.concatenate, datasets).batch(batch_size).with_options(_options())
@@ -216,7 +216,8 @@ def get_mixture_or_task(name: str | Provider) -> Provider:
     raise ValueError(
         f"mixture_or_task_name: No Task or Mixture found with name {name!r}; "
         + (f"did you mean {' or '.join(where.values())}? " if near else "")
-        + "Import the module that registers it first: MIXTURE_OR_TASK_MODULE; ours are " + ", ".join(tasks.CONTENTS)
+        + "Import the module that registers it first: MIXTURE_OR_TASK_MODULE; ours are "
+        + ", ".join(tasks.CONTENTS)
     )
 
 
@@ -254,8 +255,8 @@ def check_vocabulary(mixture_or_task: str | Provider, vocab_size: int) -> None:
         ids = output_vocabulary(provider, feature).vocab_size
         if ids > vocab_size:
             raise ValueError(
-                f"vocab_size: {feature!r} of {provider.name!r} has ids up to {ids - 1}, the model has {vocab_size} rows; "
-                f"use at least vocab_size={-(-ids // 128) * 128}, or the task with the model's own vocabulary"
+                f"vocab_size: {feature!r} of {provider.name!r} has ids up to {ids - 1}, the model has {vocab_size} "
+                f"rows; use at least vocab_size={-(-ids // 128) * 128}, or the task with the model's own vocabulary"
             )
 
 
@@ -267,8 +268,8 @@ def use_cache(mixture_or_task: str | Provider, use_cached_tasks: bool | None = N
     if use_cached_tasks and (missing or not cacheable):
         folders = ", ".join(map(str, seqio.get_global_cache_dirs())) or "none: see seqio.set_global_cache_dirs"
         raise ValueError(
-            f"use_cached_tasks: no cache of {', '.join(missing) or repr(provider.name)} in the cache folders ({folders}); "
-            "make one with seqio_cache_tasks, or leave USE_CACHED_TASKS out to use a cache where there is one"
+            f"use_cached_tasks: no cache of {', '.join(missing) or repr(provider.name)} in the cache folders "
+            f"({folders}); make one with seqio_cache_tasks, or leave USE_CACHED_TASKS out to use one where there is one"
         )
     if use_cached_tasks is None:
         return bool(cacheable) and not missing
@@ -300,13 +301,17 @@ def _rows(batch_size: int, shard: tuple[int, int]) -> slice:
 # Datasets
 
 
-def _converted(provider: Provider, lengths, *, pack: bool, **options) -> tf.data.Dataset:
-    """Rows of model features, in an order that depends on the options only."""
+def _task_features(provider: Provider, lengths: dict[str, int], **options) -> tf.data.Dataset:
+    """Examples of "inputs" and "targets" in an order that depends on the options only."""
     try:
-        dataset = provider.get_dataset(lengths, **options)
+        return provider.get_dataset(lengths, **options).with_options(_options())
     except ValueError as error:
         raise ValueError(f"{provider.name!r} with task_feature_lengths={lengths}: {error}") from error
-    return seqio.EncDecFeatureConverter(pack=pack)(dataset.with_options(_options()), lengths)
+
+
+def _converted(provider: Provider, lengths: dict[str, int], *, pack: bool, **options) -> tf.data.Dataset:
+    """Rows of model features."""
+    return seqio.EncDecFeatureConverter(pack=pack)(_task_features(provider, lengths, **options), lengths)
 
 
 def _options() -> tf.data.Options:
@@ -315,16 +320,22 @@ def _options() -> tf.data.Options:
     return options
 
 
-def _fingerprint(provider: Provider, lengths, split: str, cached: bool, seed: int) -> str:
-    """A hash of each task's first example: it differs where text or vocabulary do. Raises where a task has none."""
-    digest = hashlib.sha256()
-    for task in _with_split(provider, split):
-        options = {"split": split, "use_cached": cached, "seed": seed, "shuffle": False, "num_epochs": 1}
-        first = next(_converted(task, lengths, pack=False, **options).take(1).as_numpy_iterator(), None)
-        if first is None:
-            raise ValueError(f"split: {split!r} of {task.name!r} has no examples")
-        for name in sorted(first):
-            digest.update(first[name].tobytes())
+def _fingerprints(provider: Provider, lengths: dict[str, int], split: str, cached: bool, seed: int) -> dict[str, str]:
+    key = tuple(lengths.items())
+    return {task.name: _fingerprint(task, key, split, cached, seed) for task in _with_split(provider, split)}
+
+
+@functools.lru_cache(maxsize=64)
+def _fingerprint(task: seqio.Task, lengths: tuple[tuple[str, int], ...], split: str, cached: bool, seed: int) -> str:
+    """A hash of a task's first examples: it differs where text or vocabulary do. Raises where there is none."""
+    options = {"split": split, "use_cached": cached, "shuffle": False, "seed": seed, "num_epochs": 1}
+    dataset = _task_features(task, dict(lengths), **options)
+    digest, count = hashlib.sha256(), 0
+    for count, example in enumerate(dataset.take(32).as_numpy_iterator(), start=1):
+        for name in FEATURES:
+            digest.update(example[name].tobytes() + b";")
+    if not count:
+        raise ValueError(f"split: {split!r} of {task.name!r} has no examples")
     return digest.hexdigest()[:16]
 
 
@@ -353,7 +364,7 @@ def _keep_off_accelerators() -> None:
             tf.config.set_visible_devices([], kind)
         except RuntimeError as error:  # TensorFlow has run already: too late to hide anything
             if tf.config.get_visible_devices(kind):
-                raise RuntimeError(f"TensorFlow holds {kind}s already; import synthesizer_jax.data before using it") from error
+                raise RuntimeError(f"TensorFlow holds {kind}s; import synthesizer_jax.data before using it") from error
 
 
 check_packages()

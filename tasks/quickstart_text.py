@@ -1,8 +1,8 @@
 """English prose that ships with Python: the text of the quickstart's tasks.
 
-`pydoc_data.topics` holds the chapters of the language reference that `help()` prints: some 80 topics with 240 kB of prose.
-It is there wherever Python is, so the quickstart needs neither network nor data files. Grammar, program code, tables and
-headings are left out; markup is taken off; what stands in several topics is kept in the first of them only.
+`pydoc_data.topics` holds the chapters of the language reference that `help()` prints: some 80 topics with 240 kB of
+prose. It is there wherever Python is, so the quickstart needs neither network nor data files. Grammar, program code,
+tables and headings are left out; markup is taken off; what stands in several topics is kept in the first of them only.
 
 The text differs a little from one Python version to the next; it is the same on every run of one version.
 Only the standard library is imported here.
@@ -13,7 +13,7 @@ import re
 
 from pydoc_data.topics import topics
 
-# Whole topics, so that training sees neither a held-out sentence nor its neighbours: a fifth of the prose in Python 3.11 to 3.13.
+# Whole topics, so that training sees neither a held-out sentence nor its neighbours: a fifth of the prose.
 VALIDATION_TOPICS = (
     "attribute-references",
     "bltin-ellipsis-object",
@@ -48,8 +48,8 @@ _ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|etc|cf|vs)\.$")
 def corpus() -> dict[str, dict[str, list[str]]]:
     """Split -> topic -> its paragraphs of prose, each on one line.
 
-    Topics overlap: 'compound' repeats 'for'. A sentence is kept where it first stands, validation topics coming first, so
-    that no sentence of the validation split is in the training split.
+    Topics overlap: 'compound' repeats 'for'. A sentence is kept where it first stands, validation topics coming first,
+    so that no sentence of the validation split is in the training split.
     """
     seen: set[str] = set()
     found: dict[str, dict[str, list[str]]] = {split: {} for split in SPLITS}

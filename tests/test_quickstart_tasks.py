@@ -1,0 +1,208 @@
+"""The quickstart's text, vocabulary and tasks: held out, balanced, the same in every process."""
+
+import ast
+import collections
+import hashlib
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import seqio
+
+import synthesizer_jax.tasks
+from synthesizer_jax.tasks import quickstart, quickstart_text, train_quickstart_vocabulary
+
+FOLDER = pathlib.Path(quickstart.__file__).parent
+FINETUNING = [task.name for task in seqio.MixtureRegistry.get("quickstart_finetune").tasks]
+SPLITS = ("train", "validation")
+
+
+def texts(task: str, split: str) -> list[tuple[str, str]]:
+    dataset = seqio.get_mixture_or_task(task).get_dataset(None, split, shuffle=False)
+    return [
+        (example["inputs_pretokenized"].decode(), example["targets_pretokenized"].decode())
+        for example in dataset.as_numpy_iterator()
+    ]
+
+
+@pytest.fixture(scope="module")
+def examples() -> dict[tuple[str, str], list[tuple[str, str]]]:
+    return {(task, split): texts(task, split) for task in FINETUNING for split in SPLITS}
+
+
+# Text
+
+
+def test_there_is_enough_prose_and_a_fifth_of_it_is_held_out():
+    train, validation = (sum(map(len, quickstart_text.sentences(split))) for split in SPLITS)
+    assert train > 150_000 and validation > 35_000
+    assert 0.1 < validation / (train + validation) < 0.3
+
+
+def test_the_text_is_sentences_without_markup_or_code():
+    for split in SPLITS:
+        for sentence in quickstart_text.sentences(split):
+            assert not re.search(r"\*\*\w[^*]*\*\*|::=|>>>|[\n{}\\\u2018-\u201d]|  ", sentence), sentence
+            assert len(sentence) < 3000
+        words = [word for sentence in quickstart_text.sentences(split) for word in sentence.split()]
+        assert sum(bool(re.fullmatch(r"[A-Za-z'-]+[.,:;]?", word)) for word in words) > 0.8 * len(words)
+
+
+def test_no_sentence_and_no_topic_is_in_both_splits():
+    train, validation = (set(quickstart_text.sentences(split)) for split in SPLITS)
+    assert not train & validation
+    corpus = quickstart_text.corpus()
+    assert not set(corpus["train"]) & set(corpus["validation"])
+    assert set(corpus["validation"]) <= set(quickstart_text.VALIDATION_TOPICS)
+
+
+def test_a_line_broken_at_a_hyphen_is_joined_and_markup_is_taken_off():
+    block = "* The *value* of a **reference-\n  counting** scheme [1] is “real” prose, e.g. It is."
+    (line,) = quickstart_text._paragraphs(block)
+    assert line == 'The value of a reference-counting scheme is "real" prose, e.g. It is.'
+    assert quickstart_text._sentences("See e.g. Python here. It is good.") == ["See e.g. Python here.", "It is good."]
+
+
+# Vocabulary
+
+
+def test_the_vocabulary_is_small_and_has_t5s_special_ids():
+    vocabulary = quickstart.VOCABULARY
+    assert (vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id) == (0, 1, 2)
+    assert vocabulary.vocab_size == train_quickstart_vocabulary.PIECES + 100 == 2048
+    assert vocabulary.decode([vocabulary.vocab_size - 1]).strip() == "<extra_id_0>"
+    assert (FOLDER / "quickstart.model").stat().st_size < 100_000
+
+
+def test_unknown_characters_are_rare_and_text_comes_back():
+    for split in SPLITS:
+        sentences = quickstart_text.sentences(split)
+        ids = [quickstart.VOCABULARY.encode(sentence) for sentence in sentences]
+        assert sum(i == 2 for row in ids for i in row) < 1e-4 * sum(map(len, ids))
+        words = sum(len(sentence.split()) for sentence in sentences)
+        assert sum(map(len, ids)) < 2 * words
+        for sentence, row in zip(sentences[:200], ids, strict=False):
+            assert 2 in row or quickstart.VOCABULARY.decode(row) == sentence
+    printable = "".join(map(chr, range(33, 127)))
+    assert 2 not in quickstart.VOCABULARY.encode(printable)
+
+
+def test_the_script_trains_the_same_model_twice():
+    sentences = quickstart_text.sentences("validation")
+    first, second = (train_quickstart_vocabulary.train(sentences, pieces=300) for _ in range(2))
+    assert first == second
+    assert str(FOLDER).encode() not in (FOLDER / "quickstart.model").read_bytes()
+
+
+# Tasks
+
+
+def test_the_contents_page_lists_what_importing_registers():
+    new = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import json, seqio, t5.data; before = seqio.TaskRegistry.names() | seqio.MixtureRegistry.names()\n"
+            "import synthesizer_jax.tasks.quickstart\n"
+            "print(json.dumps(sorted((seqio.TaskRegistry.names() | seqio.MixtureRegistry.names()) - before)))",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    listed = synthesizer_jax.tasks.CONTENTS["synthesizer_jax.tasks.quickstart"]
+    assert json.loads(new.stdout.splitlines()[-1]) == sorted(listed)
+    assert set(synthesizer_jax.tasks.CONTENTS) == {"synthesizer_jax.tasks.quickstart"}
+
+
+def test_tasks_use_nothing_of_the_library():
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module]
+            else:
+                continue
+            for name in names:
+                assert name == "synthesizer_jax.tasks" or not name.startswith(("synthesizer_jax", "jax", "flax")), name
+
+
+def test_classes_are_equally_frequent_and_examples_differ(examples):
+    for (task, split), found in examples.items():
+        assert len(found) == quickstart.EXAMPLES[split]
+        labels = collections.Counter(target for _, target in found)
+        assert set(labels) == set(quickstart.LABELS) and len(set(labels.values())) == 1, (task, labels)
+        assert len(set(found)) > 0.9 * len(found)
+
+
+def test_labels_are_right(examples):
+    """Words are in order where they stand so in the text."""
+    for split in SPLITS:
+        sentences = map(quickstart._words, quickstart_text.sentences(split))
+        text = "\n".join(f" {' '.join(words)} " for words in sentences)
+        for inputs, target in examples["quickstart_order", split]:
+            assert (f" {inputs.removeprefix('order: ')} " in text) == (target == "true")
+        for inputs, target in examples["quickstart_fragment", split]:
+            fragment, sentence = re.fullmatch(r"fragment: (.*) sentence: (.*)", inputs).groups()
+            assert f" {sentence} " in text
+            assert (f" {fragment} " in f" {sentence} ") == (target == "true")
+
+
+def test_no_validation_input_is_in_training(examples):
+    for task in FINETUNING:
+        train, validation = ({inputs for inputs, _ in examples[task, split]} for split in SPLITS)
+        assert len(train & validation) < 0.01 * len(validation)  # single phrases like 'of the object' stand in both
+
+
+def test_inputs_and_targets_are_short(examples):
+    for found in examples.values():
+        assert max(len(quickstart.VOCABULARY.encode(inputs)) for inputs, _ in found) < 64
+        assert max(len(quickstart.VOCABULARY.encode(target)) for _, target in found) <= 3
+
+
+def test_examples_are_the_same_in_every_process(examples):
+    """Another process has another hash seed, so the order of sets differs there."""
+    program = (
+        "import hashlib, json, sys; from synthesizer_jax.tasks import quickstart as q\n"
+        "made = [f(s) for f in (q.documents, q.order_examples, q.fragment_examples) for s in ('train', 'validation')]\n"
+        "print(hashlib.sha256(json.dumps(made).encode()).hexdigest())"
+    )
+    new = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    functions = (quickstart.documents, quickstart.order_examples, quickstart.fragment_examples)
+    made = [function(split) for function in functions for split in SPLITS]
+    assert new.stdout.splitlines()[-1] == hashlib.sha256(json.dumps(made).encode()).hexdigest()
+
+
+def test_accuracy_counts_an_invalid_answer_as_wrong():
+    for name in FINETUNING:
+        task = seqio.TaskRegistry.get(name)
+        (accuracy,) = task.metric_fns
+        answers = [task.postprocess_fn(text, example={}, is_target=False) for text in ("true", "false", "", "true x")]
+        right = [task.postprocess_fn(text, example={}, is_target=True) for text in ("true", "true", "true", "true")]
+        assert accuracy(right, answers) == {"accuracy": 25.0}
+        assert accuracy(right, right) == {"accuracy": 100.0}
+
+
+def test_span_corruption_hides_text_behind_sentinels_and_loses_none():
+    lengths = {"inputs": 64, "targets": 32}
+    task = seqio.TaskRegistry.get("quickstart_span_corruption")
+    text = [i for document in quickstart.documents("validation") for i in quickstart.VOCABULARY.encode(document["text"])]
+    rebuilt = []
+    for example in task.get_dataset(lengths, "validation", shuffle=False, seed=0).as_numpy_iterator():
+        spans, hidden = {}, None
+        assert example["inputs"][-1] == example["targets"][-1] == 1
+        assert len(example["inputs"]) <= 64 and len(example["targets"]) <= 32
+        for token in example["targets"][:-1]:
+            if token >= 1948:
+                hidden = spans.setdefault(int(token), [])
+            else:
+                hidden.append(int(token))
+        assert list(spans) == list(range(2047, 2047 - len(spans), -1))
+        for token in example["inputs"][:-1]:
+            rebuilt += spans.pop(int(token)) if token >= 1948 else [int(token)]
+        assert not spans
+    assert rebuilt == text
