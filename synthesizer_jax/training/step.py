@@ -1,7 +1,7 @@
 """One training step and one evaluation step: pure functions, jitted over a mesh with a donated state."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -49,11 +49,15 @@ class Trainer:
     def __post_init__(self):
         check_loss_settings(self.z_loss, self.label_smoothing)
 
-    def abstract_state(self) -> TrainState:
-        """The state as jax.ShapeDtypeStructs with shardings. ValueError where a parameter does not fit the mesh."""
+    def declared_state(self) -> TrainState:
+        """The shape, dtype and logical axes of everything in the state."""
         trained, fixed = parameters.abstract(self.config)
         opt_state = declare_state(self.optimizer.build(trained), trained)
-        return sharding.shaped(self.mesh, TrainState(Declared((), jnp.int32, ()), trained, fixed, opt_state))
+        return TrainState(Declared((), jnp.int32, ()), trained, fixed, opt_state)
+
+    def abstract_state(self) -> TrainState:
+        """The state as jax.ShapeDtypeStructs with shardings. ValueError where a parameter does not fit the mesh."""
+        return sharding.shaped(self.mesh, self.declared_state())
 
     def init(self) -> TrainState:
         """The state before the first step, born in its shards."""
@@ -77,7 +81,7 @@ class Trainer:
     def _start(self, trained, fixed):
         return TrainState(jnp.int32(0), trained, fixed, self._transformation().init(trained))
 
-    def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    def train_step(self) -> "OnMesh":
         """(state, batch) -> (state after one update, metrics). The state that goes in is donated and gone.
 
         Metrics: the sums loss, z_loss, accuracy and weight (divide by weight for means over real targets), and
@@ -108,7 +112,7 @@ class Trainer:
 
         return self._jit(step, donate_argnums=0, with_state=True)
 
-    def eval_step(self) -> Callable[[TrainState, Batch], Metrics]:
+    def eval_step(self) -> "OnMesh":
         """(state, batch) -> the sums loss, accuracy and weight, without dropout, label smoothing and z-loss."""
 
         def step(state, batch):
@@ -141,13 +145,24 @@ class Trainer:
         metrics = sharding.replicated(self.mesh)
         outputs = (placed, metrics) if with_state else metrics
         inputs = (placed, sharding.batch_sharding(self.mesh))
-        jitted = jax.jit(step, in_shardings=inputs, out_shardings=outputs, **options)
+        return OnMesh(jax.jit(step, in_shardings=inputs, out_shardings=outputs, **options), self.mesh)
 
-        def call(state, batch):
-            with jax.set_mesh(self.mesh):
-                return jitted(state, batch)
 
-        return call
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """A jitted function that is always called, and lowered, with its mesh set."""
+
+    jitted: Any
+    mesh: Mesh
+
+    def __call__(self, *args):
+        with jax.set_mesh(self.mesh):
+            return self.jitted(*args)
+
+    def lower(self, *args) -> jax.stages.Lowered:
+        """To compile without arrays: args may be jax.ShapeDtypeStructs."""
+        with jax.set_mesh(self.mesh):
+            return self.jitted.lower(*args)
 
 
 def check_batch(batch: Mapping[str, Any]) -> None:
