@@ -100,8 +100,8 @@ def test_one_step_is_the_optimizer_on_the_mean_gradient():
 
     state, metrics = compiled(made)(state, place_batch(made.mesh, batch))
     np.testing.assert_allclose(metrics["loss"] / metrics["weight"], loss, rtol=1e-5)
-    np.testing.assert_allclose(metrics["gradient_norm"], optax.global_norm(gradients), rtol=1e-5)
-    assert metrics["accuracy"] == right
+    np.testing.assert_allclose(metrics["gradient_norm"], optax.tree.norm(gradients), rtol=1e-5)
+    assert int(metrics["accuracy"]) == int(right)
     for (name, one), (_, other) in zip(named_leaves(state.params), named_leaves(expected), strict=True):
         # Adafactor divides a gradient by its size, which makes whole steps of small gradients and their rounding.
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5, err_msg=name)

@@ -104,7 +104,7 @@ class Trainer:
             metrics = _sums(sums) | {
                 "z_loss": sums.z_loss,
                 "learning_rate": self.optimizer.learning_rate(state.step),
-                "gradient_norm": optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients)),
+                "gradient_norm": optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients)),
                 "non_padding_fraction/encoder": _fraction(batch["encoder_input_tokens"] > 0),
                 "non_padding_fraction/decoder": _fraction(batch["decoder_loss_weights"] > 0),
             }
