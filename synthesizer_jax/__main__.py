@@ -22,11 +22,13 @@ except ModuleNotFoundError as missing:
 
 EXAMPLES = """
 examples:
-  pretrain a tiny model on the built-in text, then see what it does:
-    python -m synthesizer_jax train --gin_file=models/t5_tiny.gin --gin_file=attention/R+V.gin \\
-        --gin_file=runs/quickstart.gin --gin.MODEL_DIR='"/tmp/my_run"'
-    python -m synthesizer_jax evaluate --gin_file=runs/evaluate.gin --gin.CHECKPOINT_PATH='"/tmp/my_run"' \\
-        --gin.MIXTURE_OR_TASK_NAME='"quickstart_finetune"' --gin.TASK_FEATURE_LENGTHS='{"inputs": 128, "targets": 32}'
+  pretrain a tiny model on the built-in text; fine-tune and evaluate as the head comments of runs/*.gin show:
+    python -m synthesizer_jax train --gin_file=runs/quickstart.gin --gin.MODEL_DIR='"/tmp/my_run"'
+  a model x an attention x a run, composed:
+    python -m synthesizer_jax train --gin_file=models/t5_small.gin --gin_file=attention/R+V.gin \\
+        --gin_file=runs/pretrain.gin --gin.MODEL_DIR='"/tmp/my_run"' --gin.MIXTURE_OR_TASK_NAME='"my_task"' \\
+        --gin.MIXTURE_OR_TASK_MODULE='"my_tasks"' --gin.TASK_FEATURE_LENGTHS='{"inputs": 512, "targets": 114}' \\
+        --gin.BATCH_SIZE=128 --gin.TRAIN_STEPS=10000
   see what would run, and what is missing:
     python -m synthesizer_jax train --gin_file=models/t5_base.gin --gin_file=runs/pretrain.gin --dry_run
 
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bindings = [a.removeprefix("--gin.") for a in argv if a.startswith("--gin.")]
     try:
         _run(arguments, [*arguments.gin_bindings, *bindings])
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, FloatingPointError) as error:
         if not _raised_here(error):
             raise
         print("error: " + str(error).partition("\n  In call to configurable")[0], file=sys.stderr)
@@ -59,7 +61,6 @@ def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
     if arguments.dry_run:
         print("\n".join([plan.config, *facts, "nothing was run (--dry_run)"]))
         return
-    print("\n".join(facts), flush=True)
     if plan.command == "train" and jax.process_index() == 0:
         folder = epath.Path(plan.arguments["model_dir"])
         folder.mkdir(parents=True, exist_ok=True)

@@ -326,12 +326,9 @@ def _register(command: str) -> None:
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     signature = inspect.signature(_function(command), eval_str=True)
-    module = inspect.Parameter(
-        "mixture_or_task_module", keyword, default=None, annotation=str | list[str] | tuple[str, ...] | None
-    )
-    arguments.__signature__ = inspect.Signature(
-        [*(p.replace(kind=keyword) for p in signature.parameters.values()), module]
-    )
+    module = inspect.Parameter("mixture_or_task_module", keyword, default=None, annotation=str | Sequence[str] | None)
+    parameters = {**signature.parameters, module.name: module}  # imported before the function is called
+    arguments.__signature__ = inspect.Signature([p.replace(kind=keyword) for p in parameters.values()])
     gin.external_configurable(arguments, name=command, module="synthesizer_jax")
 
 

@@ -38,6 +38,8 @@ def _describe_start(a: Mapping[str, Any]) -> str:
     found = checkpoint.latest(a["model_dir"])
     if found is not None:
         checkpoint.check_same_model(found, a["model"])
+        if checkpoint.step_of(found) > a["train_steps"]:
+            raise ValueError(f"train_steps: {found} is past step {a['train_steps']} already; expected at least as many")
         return f"continues from {found}"
     if a["initial_checkpoint_path"] is not None:
         found = checkpoint.find(a["initial_checkpoint_path"])
