@@ -1,6 +1,7 @@
 """Every shipped gin file is read, resolved and built; the large models by their shapes only."""
 
 import re
+import shlex
 
 import jax
 import pytest
@@ -48,6 +49,26 @@ def test_the_head_comment_says_how_to_use_it(name):
         command = head.partition("Command:")[2].partition("Result:")[0]
         assert f"--gin_file={name}" in command
         assert all(file in launch.shipped_files() for file in re.findall(r"--gin_file=(\S+)", command))
+
+
+@pytest.mark.parametrize("name", [name for name in launch.shipped_files() if name not in INCLUDED])
+def test_the_command_of_the_head_comment_is_right(name):
+    """A run's is complete; a model's and an attention's lack nothing but what the user must give."""
+    lines = re.sub(r"\\\n#", "", text_of(name)).partition("Command:")[2].splitlines()[0]
+    *_, command = lines.partition("synthesizer_jax ")
+    words = shlex.split(command)
+    files = [word.removeprefix("--gin_file=") for word in words if word.startswith("--gin_file=")]
+    flags = [word.removeprefix("--gin.") for word in words if word.startswith("--gin.")]
+    assert set(words) == {words[0], *(f"--gin_file={f}" for f in files), *(f"--gin.{f}" for f in flags)} | (
+        {"--dry_run"} & set(words)
+    )
+    if name.startswith(("models/", "attention/")):
+        with pytest.raises(ValueError) as caught:
+            launch.make_plan(words[0], files, flags)
+        faults = str(caught.value).splitlines()[1:]
+        assert all("missing: " in fault for fault in faults) and len(faults) == len(GIVEN)
+    else:
+        launch.make_plan(words[0], files, flags)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in INCLUDED])
