@@ -3,6 +3,7 @@
 import collections
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import subprocess
 import sys
@@ -135,18 +136,24 @@ def test_a_mixture_draws_from_the_tasks_that_have_the_split():
 
 # Resume
 
-RESUME = """
+def digest(batches):
+    hashed = hashlib.sha256()
+    for batch in batches:
+        for name in sorted(batch):
+            hashed.update(name.encode() + batch[name].tobytes())
+    return hashed.hexdigest()
+
+
+RESUME = f"""
 import hashlib, json, pathlib, sys
 import synthesizer_jax.tasks.quickstart
 from synthesizer_jax import data
-for path, arguments, count in json.load(sys.stdin):
+{inspect.getsource(digest)}
+for arguments, paths in json.load(sys.stdin):
     batches = data.TrainBatches(**arguments)
-    batches.restore(pathlib.Path(path).read_bytes())
-    digest = hashlib.sha256()
-    for batch in (next(batches) for _ in range(count)):
-        for name in sorted(batch):
-            digest.update(batch[name].tobytes())
-    print("digest", digest.hexdigest())
+    for path in paths:
+        batches.restore(pathlib.Path(path).read_bytes())
+        print("digest", digest([next(batches) for _ in range(30)]))
 """
 
 
@@ -158,22 +165,16 @@ def test_a_new_process_goes_on_with_the_very_same_batches(tmp_path):
         ("quickstart_finetune", {"inputs": 96, "targets": 12}, (5,)),
     ):
         arguments = {"mixture_or_task_name": name, "task_feature_lengths": lengths, "batch_size": 32, "seed": 5}
-        batches, seen = data.TrainBatches(**arguments), []
+        batches, seen, paths = data.TrainBatches(**arguments), [], []
         for step in range(max(stops) + 30):
             if step in stops:
-                path = tmp_path / f"{name}-{step}"
-                path.write_bytes(batches.state())
-                cases.append((str(path), arguments, 30))
+                paths.append(tmp_path / f"{name}-{step}")
+                paths[-1].write_bytes(batches.state())
             seen.append(next(batches))
-        for stop in stops:
-            digest = hashlib.sha256()
-            for batch in seen[stop : stop + 30]:
-                for key in sorted(batch):
-                    digest.update(batch[key].tobytes())
-            digests.append(digest.hexdigest())
-    new = subprocess.run(
-        [sys.executable, "-c", RESUME], input=json.dumps(cases), capture_output=True, text=True, check=True
-    )
+        cases.append((arguments, [str(path) for path in paths]))
+        digests += [digest(seen[stop : stop + 30]) for stop in stops]
+    command = [sys.executable, "-c", RESUME]
+    new = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, check=True)
     assert [line.split()[1] for line in new.stdout.splitlines() if line.startswith("digest")] == digests
 
 
