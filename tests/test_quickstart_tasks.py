@@ -190,7 +190,8 @@ def test_accuracy_counts_an_invalid_answer_as_wrong():
 def test_span_corruption_hides_text_behind_sentinels_and_loses_none():
     lengths = {"inputs": 64, "targets": 32}
     task = seqio.TaskRegistry.get("quickstart_span_corruption")
-    text = [i for document in quickstart.documents("validation") for i in quickstart.VOCABULARY.encode(document["text"])]
+    documents = quickstart.documents("validation")
+    text = [i for document in documents for i in quickstart.VOCABULARY.encode(document["text"])]
     rebuilt = []
     for example in task.get_dataset(lengths, "validation", shuffle=False, seed=0).as_numpy_iterator():
         spans, hidden = {}, None
