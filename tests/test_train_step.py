@@ -20,12 +20,12 @@ ONE = MeshShape()
 ALL = MeshShape(data=2, fsdp=2, model=2)
 
 
-def tiny(attention="fixedR+V", **overrides):
+def tiny(attention="fixedR", **overrides):
     sizes = {"features": 16, "mlp_features": 32, "heads": 4, "head_dim": 8, "vocab_size": VOCAB, "dropout_rate": 0.0}
     return t5_tiny(attention, max_length=INPUTS, **sizes | overrides)
 
 
-WITH_DROPOUT = tiny("R+V", dropout_rate=0.1)
+WITH_DROPOUT = tiny("R", dropout_rate=0.1)
 
 
 def trainer(config=None, devices=1, shape=ONE, **settings):
