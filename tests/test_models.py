@@ -1,0 +1,444 @@
+"""Encoder-decoders: equivalences, parameter counts and paths, configurations, and what is refused."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from variants import MAX_LENGTH, VARIANTS
+
+import synthesizer_jax as sj
+from synthesizer_jax.models import parameters
+
+SIZES = {"vocab_size": 17, "features": 8, "mlp_features": 12, "heads": 2, "head_dim": 4, "encoder_layers": 2}
+QUICK = functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
+TOLERANCE = 1e-5  # of logits up to 3, through 4 layers, summed in another order
+
+SCORES = dict(VARIANTS)
+# The forms of scores that differ in a model: low-rank, shared bias, fixed, with positions of its own for each row.
+MODELS = {
+    "V": ("relu", True),
+    "R": ("gated-gelu", False),
+    "fixedR": ("relu", True),
+    "R+V": ("relu", True),
+    "D+V authors'": ("gated-gelu", False),
+    "FD+V": ("relu", True),
+}
+
+
+def configure(name="R+V", activation="relu", tied=True, **overrides):
+    spec = SCORES[name]
+    fields = SIZES | {"decoder_layers": 2, "mlp_activation": activation, "tied_embedding": tied} | overrides
+    return sj.EncoderDecoderConfig(encoder_attention=spec, decoder_attention=spec, **fields)
+
+
+models = pytest.mark.parametrize("config", [configure(n, *v) for n, v in MODELS.items()], ids=list(MODELS))
+
+ENCODER_TOKENS = np.array([[3, 5, 2, 9, 16, 0, 0], [7, 1, 4, 4, 8, 2, 3]], np.int32)
+DECODER_TOKENS = np.array([[0, 6, 2, 13, 1, 0], [0, 4, 15, 2, 2, 9]], np.int32)
+
+
+def tokens():
+    return jnp.asarray(ENCODER_TOKENS), jnp.asarray(DECODER_TOKENS)
+
+
+@functools.cache
+def initial(config):
+    """Drawn (trained, fixed) parameters, nothing at a symmetric start. By numpy: no compilation."""
+    rng = np.random.default_rng(0)
+
+    def draw(leaf):
+        return jnp.asarray(rng.standard_normal(leaf.shape) / 2, jnp.float32)
+
+    return jax.tree.map(draw, parameters.abstract(config))
+
+
+def stacked(tree):
+    """An unscanned tree in the layout of a scanned one."""
+    if not isinstance(tree, dict):
+        return tree
+    if sorted(tree) == ["0", "1"]:
+        return jax.tree.map(lambda *layers: jnp.stack(layers), tree["0"], tree["1"])
+    return {name: stacked(child) for name, child in tree.items()}
+
+
+def unstacked(tree):
+    """The reverse."""
+    if not isinstance(tree, dict):
+        return tree
+    split = tree.pop("layers") if "layers" in (tree := dict(tree)) else None
+    layers = {} if split is None else {"layers": {str(i): jax.tree.map(lambda x, i=i: x[i], split) for i in (0, 1)}}
+    return {name: unstacked(child) for name, child in tree.items()} | layers
+
+
+def loss_and_gradients(config, trained, fixed, dropout_key=None):
+    """(logits, gradient) of a fixed combination of all logits."""
+    cotangent = jnp.asarray(np.random.default_rng(5).standard_normal((2, 6, config.vocab_size)), jnp.float32)
+
+    def loss(trained):
+        logits = parameters.bind(config, trained, fixed)(*tokens(), dropout_key=dropout_key)
+        return jnp.sum(logits * cotangent), logits
+
+    (_, logits), gradients = jax.value_and_grad(loss, has_aux=True)(trained)
+    return logits, gradients
+
+
+run = QUICK(loss_and_gradients, static_argnums=0)
+
+
+def close(actual, expected, tolerance=TOLERANCE):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        assert oracle.relative_error(a, e, floor=0.1) < tolerance, jax.tree_util.keystr(path)
+
+
+# Equivalences
+
+
+def test_scanned_equals_unscanned():
+    """The same initial values, logits and gradients, without and with dropout."""
+    scanned = configure("R+V", dropout_rate=0.3)
+    unscanned = dataclasses.replace(scanned, scan_layers=False)
+    (one, _), (many, _) = (QUICK(lambda key, c=c: parameters.init(c, key))(jax.random.key(3)) for c in (scanned, unscanned))
+    jax.tree.map(np.testing.assert_array_equal, one, stacked(many))
+    trained, fixed = initial(scanned)
+    for key in (None, jax.random.key(4)):
+        logits, gradients = run(scanned, trained, fixed, key)
+        others = run(unscanned, unstacked(trained), unstacked(fixed), key)
+        close((logits, gradients), (others[0], stacked(others[1])))
+
+
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
+def test_remat_changes_nothing(scan_layers):
+    config = configure("R+V", dropout_rate=0.3, scan_layers=scan_layers)
+    trained, fixed = initial(config)
+    key = jax.random.key(4)
+    expected = run(config, trained, fixed, key)
+    for remat in ("full", "dots"):
+        other = dataclasses.replace(config, remat=remat)
+        close(run(other, trained, fixed, key), expected)
+        program = jax.make_jaxpr(functools.partial(loss_and_gradients, other))(trained, fixed, key)
+        assert "remat" in str(program) or "checkpoint" in str(program)
+
+
+@models
+def test_packed_equals_separate_and_decoding_equals_the_full_forward(config):
+    trained, fixed = initial(config)
+    packed = {
+        "encoder_input_tokens": [[3, 5, 2, 7, 1, 4, 4, 0]],
+        "encoder_segment_ids": [[1, 1, 1, 2, 2, 2, 2, 0]],
+        "encoder_positions": [[0, 1, 2, 0, 1, 2, 3, 0]],
+        "decoder_input_tokens": [[0, 6, 0, 4, 15, 0]],
+        "decoder_segment_ids": [[1, 1, 2, 2, 2, 0]],
+        "decoder_positions": [[0, 1, 0, 1, 2, 0]],
+    }
+    packed = {name: jnp.asarray(ids, jnp.int32) for name, ids in packed.items()}
+
+    @QUICK
+    def everything(trained, fixed, packed):
+        model = parameters.bind(config, trained, fixed)
+        inputs, targets = packed["encoder_input_tokens"], packed["decoder_input_tokens"]
+        separate = model(inputs[:, :3], targets[:, :2]), model(inputs[:, 3:7], targets[:, 2:5])
+        encoder, decoder = tokens()
+        steps = {}
+        for name, sizes in (("steps", (1,) * 6), ("prefill", (4, 1, 1))):
+            cache, outs, start = model.init_cache(encoder, 8), [], 0
+            for size in sizes:
+                logits, cache = model.decode_step(decoder[:, start : start + size], cache)
+                outs.append(logits)
+                start += size
+            steps[name] = jnp.concatenate(outs, axis=1)
+        return model(**packed), separate, model(encoder, decoder), steps
+
+    logits, (first, second), full, steps = everything(trained, fixed, packed)
+    close(logits[:, :2], first)
+    close(logits[:, 2:5], second)
+    close(steps["steps"], full)
+    close(steps["prefill"], full)
+
+
+@models
+def test_causality_padding_and_no_recompilation(config):
+    trained, fixed = initial(config)
+    forward = QUICK(lambda trained, fixed, encoder, decoder: parameters.bind(config, trained, fixed)(encoder, decoder))
+    encoder, decoder = tokens()
+    before = forward(trained, fixed, encoder, decoder)
+    for t in range(1, 6):
+        after = forward(trained, fixed, encoder, decoder.at[:, t].set(11))
+        np.testing.assert_array_equal(before[:, :t], after[:, :t])
+        assert np.all(np.any(before[:, t] != after[:, t], axis=-1))
+    assert forward._cache_size() == 1
+    # More padding changes no logit: the numbers are summed in another order, no more.
+    close(forward(trained, fixed, jnp.pad(encoder, ((0, 0), (0, 3))), decoder), before)
+    # Every input token is seen, and padding by nobody.
+    changed = np.any(before != forward(trained, fixed, encoder.at[:, 4].set(11), decoder), axis=(1, 2))
+    assert changed.all()
+
+
+def test_dropout_masks_differ_by_layer_step_and_sequence():
+    """The MLP's hidden units that a layer dropped are the rows of wo without gradient."""
+    config = configure("R+V", "gated-gelu", dropout_rate=0.5, mlp_features=64)
+    trained, fixed = initial(config)
+
+    def dropped(key, c=config, t=trained, f=fixed):
+        _, found = run(c, t, f, key)
+        if not c.scan_layers:
+            found = stacked(found)
+        masks = [found[stack]["layers"]["mlp"]["wo"] for stack in ("encoder", "decoder")]
+        return np.concatenate([~np.any(mask, axis=-1) for mask in masks])  # [4 layers, m]: dropped in both sequences
+
+    first = dropped(jax.random.key(0))
+    assert 0.1 < first.mean() < 0.4  # 0.25 expected, from 256 draws
+    assert len({mask.tobytes() for mask in first}) == 4
+    np.testing.assert_array_equal(first, dropped(jax.random.key(0)))
+    other = dropped(jax.random.key(1))
+    assert not any(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+    unscanned = dataclasses.replace(config, scan_layers=False)
+    np.testing.assert_array_equal(first, dropped(jax.random.key(0), unscanned, unstacked(trained), unstacked(fixed)))
+    assert not dropped(None).any()
+
+
+@pytest.mark.parametrize("name", ["R", "D+V authors'", "FD+V"])
+def test_bfloat16_is_close_to_float32(name):
+    config = configure(name)
+    trained, fixed = initial(config)
+    logits, gradients = run(config, trained, fixed)
+    half = dataclasses.replace(config, dtype="bfloat16")
+    half_logits, half_gradients = run(half, trained, fixed)
+    assert half_logits.dtype == jnp.float32
+    assert oracle.relative_error(half_logits, logits) < 0.1
+    # Every parameter's gradient points the same way: the cosine of a gradient with a wrong term is far from 1.
+    for (path, a), b in zip(jax.tree.leaves_with_path(half_gradients), jax.tree.leaves(gradients), strict=True):
+        cosine = np.vdot(a, b) / (np.linalg.norm(a) * np.linalg.norm(b))
+        assert cosine > 0.97, (jax.tree_util.keystr(path), cosine)
+
+
+def test_every_trained_parameter_has_a_gradient():
+    for name, activation in (("R+V", "relu"), ("nested", "gated-gelu"), ("fixedR", "relu")):
+        config = configure(name, activation, tied=activation == "relu")
+        trained, fixed = initial(config)
+        _, gradients = run(config, trained, fixed)
+        for path, gradient in jax.tree.leaves_with_path(gradients):
+            assert np.any(gradient), (name, jax.tree_util.keystr(path))
+        assert bool(fixed) == (name == "fixedR")
+
+
+def test_ids_outside_the_vocabulary_give_nan():
+    """JAX would clamp or wrap them and read another token's vector."""
+    config = configure("V")
+    trained, fixed = initial(config)
+    encoder, decoder = tokens()
+    forward = QUICK(lambda decoder: parameters.bind(config, trained, fixed)(encoder, decoder))
+    for bad in (17, -1):
+        assert np.isnan(forward(decoder.at[0, 2].set(bad))[0, 2]).all()
+
+
+def test_pure_view_of_a_model():
+    """split takes an NNX model apart, bind puts it together."""
+    config = configure("fixedR")
+    trained, fixed = initial(config)
+    model = parameters.bind(config, trained, fixed)
+    assert isinstance(model, sj.EncoderDecoder)
+    jax.tree.map(np.testing.assert_array_equal, parameters.split(model), (trained, fixed))
+    assert sj.count_parameters(config) == sum(leaf.size for leaf in jax.tree.leaves(trained))
+    assert list(fixed["encoder"]["layers"]["attention"]["scores"]) == ["R"]
+
+
+# Parameters
+
+DENSE = "D[bias=False,share_w2=True]"
+
+
+def mixed(notation, max_length=512):
+    return sj.synthesizer(notation, max_length, weights="sigmoid", per_head=False, share_query=notation.startswith("D"))
+
+
+@pytest.mark.parametrize(
+    ("attention", "millions"),
+    [("V", 222.9), ("R", 254.3), ("R+V", 292.1), (DENSE, 224.4), (mixed(f"{DENSE}+V"), 243.3), ("FR[rank=16]", 207.1)],
+    ids=["V", "R", "R+V", "D", "D+V", "FR"],
+)
+def test_paper_c4_base_counts(attention, millions):
+    """The paper's numbers to 0.1 million (223 is printed without a decimal)."""
+    assert abs(sj.count_parameters(sj.paper_c4_base(attention)) / 1e6 - millions) < 0.1
+
+
+def test_paper_mt_base_counts():
+    """The paper prints whole millions: V and R 67, R+V 73."""
+    count = {name: sj.count_parameters(sj.paper_mt_base(name)) for name in ("V", "R", "R+V", "fixedR")}
+    assert [round(count[name] / 1e6) for name in ("V", "R", "R+V")] == [67, 67, 73]
+    alpha = 12 * 2 * 8
+    assert count["R+V"] - count["V"] == 12 * 8 * 256**2 + alpha
+    assert count["R"] - count["fixedR"] == 12 * 8 * 256**2
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [
+        # As the published checkpoints have; one relative bias table of [32, heads] in each stack.
+        (sj.t5_small, 60_506_624),
+        (sj.t5_base, 222_903_552),
+        (sj.t5_large, 737_668_096),
+        (sj.t5_3b, 2_851_598_336),
+        (sj.t5_11b, 11_307_321_344),
+        (sj.t5_1_1_small, 76_961_152),
+        (sj.t5_1_1_base, 247_577_856),
+        (sj.t5_1_1_large, 783_150_080),
+        (sj.t5_1_1_3b, 2_849_757_184),
+        (sj.t5_1_1_11b, 11_135_332_352),
+    ],
+)
+def test_t5_counts(preset, count):
+    assert sj.count_parameters(preset()) == count
+
+
+def test_every_preset_has_a_count():
+    presets = {name for name in dir(sj) if name.startswith(("t5_", "paper_"))}
+    tested = {f"t5_{size}" for size in ("small", "base", "large", "3b", "11b")}
+    tested |= {f"t5_1_1_{size}" for size in ("small", "base", "large", "3b", "11b")}
+    assert presets == tested | {"t5_tiny", "t5_1_1_tiny", "paper_c4_base", "paper_mt_base"}
+
+
+LAYER_PATHS = {
+    "attention/out": (2, 2, 4, 8),
+    "attention/scores/alpha": (2, 2, 2),
+    "attention/scores/dot_product/key": (2, 8, 2, 4),
+    "attention/scores/dot_product/query": (2, 8, 2, 4),
+    "attention/scores/random/R": (2, 2, MAX_LENGTH, MAX_LENGTH),
+    "attention/value": (2, 8, 2, 4),
+    "attention_norm/scale": (2, 8),
+    "mlp/wi": (2, 8, 12),
+    "mlp/wo": (2, 12, 8),
+    "mlp_norm/scale": (2, 8),
+}
+CROSS_PATHS = {
+    "cross_attention/out": (2, 2, 4, 8),
+    "cross_attention/scores/key": (2, 8, 2, 4),
+    "cross_attention/scores/query": (2, 8, 2, 4),
+    "cross_attention/value": (2, 8, 2, 4),
+    "cross_attention_norm/scale": (2, 8),
+}
+
+
+def test_parameter_paths_are_an_interface():
+    """Checkpoints hold these paths: a change breaks everyone's."""
+    trained, fixed = parameters.abstract(configure("R+V"))
+    found = {"/".join(key.key for key in path): leaf for path, leaf in jax.tree.leaves_with_path(trained)}
+    expected = {"embedding/embedding": (17, 8)}
+    for stack, paths in (("encoder", LAYER_PATHS), ("decoder", LAYER_PATHS | CROSS_PATHS)):
+        expected |= {f"{stack}/layers/{path}": shape for path, shape in paths.items()}
+        expected |= {f"{stack}/final_norm/scale": (8,), f"{stack}/relative_bias/rel_embedding": (2, 32)}
+    assert {path: leaf.shape for path, leaf in found.items()} == expected
+    assert fixed == {}
+    for path, leaf in found.items():
+        assert len(leaf.axes) == len(leaf.shape), path
+        assert (leaf.axes[0] == "layers") == ("/layers/" in path), path
+    untied = parameters.abstract(configure("R+V", tied=False))[0]
+    assert untied["lm_head"].shape == (8, 17) and untied["lm_head"].axes == ("embed", "vocab")
+
+
+# Configurations
+
+
+@pytest.mark.parametrize("spec", [spec for _, spec in VARIANTS], ids=[name for name, _ in VARIANTS])
+def test_json_round_trip(spec):
+    config = sj.t5_1_1_tiny(spec, dropout_rate=0.25, remat="dots", dtype="bfloat16", scan_layers=False)
+    assert sj.config_from_json(sj.to_json(config)) == config
+
+
+def test_json_errors():
+    text = sj.to_json(sj.t5_tiny())
+    with pytest.raises(ValueError, match=r"unknown fields depth; it was written by another version"):
+        sj.config_from_json(text.replace('"encoder_layers"', '"depth"'))
+    with pytest.raises(ValueError, match=r"unknown kind of scores 'Magic'"):
+        sj.config_from_json(text.replace("DotProduct", "Magic"))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: configure(vocab_size=0), r"vocab_size: expected a positive whole number, got 0"),
+        (lambda: configure(heads=2.0), r"heads: expected a positive whole number, got 2.0"),
+        (lambda: configure(cross_heads=-1), r"cross_heads: expected a positive whole number, got -1"),
+        (lambda: configure(activation="gelu"), r"mlp_activation: expected one of .* got 'gelu'"),
+        (lambda: configure(dtype="float16"), r"dtype: expected one of .* got 'float16'; T5's activations overflow"),
+        (lambda: configure(remat="all"), r"remat: expected one of .* got 'all'"),
+        (lambda: configure(dropout_rate=1.0), r"dropout_rate: expected a rate from 0 to below 1, got 1.0"),
+        (lambda: configure(tied="yes"), r"tied_embedding: expected True or False, got 'yes'"),
+        (lambda: configure(decoder_attention=None), r"decoder_attention|multiple values"),
+        (lambda: sj.t5_tiny("Q"), r"notation: 'Q' in 'Q' is not understood"),
+        (lambda: sj.t5_tiny("R", 0), r"max_length: expected a positive whole number, got 0"),
+        (lambda: sj.t5_tiny("R", layers=3), r"overrides: layers is no field of the configuration; expected some of"),
+        (lambda: sj.t5_tiny(encoder_attention="R"), r"encoder_attention: expected scores such as .* got 'R'"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_wrong_configurations_are_refused(make, text):
+    with pytest.raises((ValueError, TypeError), match=text):
+        make()
+
+
+def abstract_logits(config, encoder_length, decoder_length, **more):
+    def build(encoder, decoder):
+        trained, fixed = parameters.init(config, jax.random.key(0))
+        return parameters.bind(config, trained, fixed)(encoder, decoder, **more)
+
+    shapes = [jax.ShapeDtypeStruct((2, length), jnp.int32) for length in (encoder_length, decoder_length)]
+    return jax.eval_shape(build, *shapes)
+
+
+def test_wrong_inputs_are_refused():
+    config = configure("R+V")
+    assert abstract_logits(config, MAX_LENGTH, MAX_LENGTH).shape == (2, MAX_LENGTH, 17)
+    for lengths in ((MAX_LENGTH + 1, 4), (4, MAX_LENGTH + 1)):
+        with pytest.raises(ValueError, match=rf"Random: query length {MAX_LENGTH + 1} is more than max_length={MAX_LENGTH}"):
+            abstract_logits(config, *lengths)
+    with pytest.raises(ValueError, match=r"encoder_segment_ids, decoder_segment_ids: expected both or neither"):
+        abstract_logits(config, 4, 4, encoder_segment_ids=jnp.ones((2, 4), jnp.int32))
+
+    def cache():
+        trained, fixed = parameters.init(config, jax.random.key(0))
+        return parameters.bind(config, trained, fixed).init_cache(jnp.asarray(ENCODER_TOKENS), MAX_LENGTH + 1)
+
+    with pytest.raises(ValueError, match=rf"length: expected at most max_length={MAX_LENGTH} of the scores, got"):
+        jax.eval_shape(cache)
+
+
+# T5's other layers
+
+
+def test_rms_norm_and_mlps_equal_the_oracle():
+    from flax import nnx
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 3, 5)).astype(np.float32)
+    cotangent = rng.standard_normal((2, 3, 5)).astype(np.float32)
+    scale = rng.standard_normal(5).astype(np.float32)
+    relu = {"wi": (5, 7), "wo": (7, 5)}
+    gated = {"wi_0": (5, 7), "wi_1": (5, 7), "wo": (7, 5)}
+    cases = [
+        (lambda: sj.RMSNorm(5, rngs=nnx.Rngs(0)), {"scale": scale}, lambda t: oracle.rms_norm(t["x"], t["scale"])),
+        *(
+            (
+                lambda activation=activation: sj.MLP(5, 7, activation=activation, rngs=nnx.Rngs(0)),
+                {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()},
+                lambda t: oracle.mlp(t, t["x"]),
+            )
+            for activation, shapes in (("relu", relu), ("gated-gelu", gated))
+        ),
+    ]
+    for make, params, function in cases:
+        graph, state = nnx.split(nnx.eval_shape(make))
+
+        def loss(params, x, graph=graph, state=state):
+            filled = nnx.from_flat_state([(path, v.replace(params[path[0]])) for path, v in nnx.to_flat_state(state)])
+            y = nnx.merge(graph, filled)(x)
+            return jnp.sum(y * cotangent), y
+
+        (_, y), (gradients, x_gradient) = QUICK(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
+        expected, expected_gradients = oracle.gradients(function, params | {"x": x}, cotangent)
+        assert oracle.relative_error(y, expected) < 1e-6
+        assert oracle.worst(gradients | {"x": x_gradient}, expected_gradients, floor=1.0)[0] < 1e-5
