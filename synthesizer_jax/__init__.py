@@ -1,10 +1,10 @@
 """Synthesizer attention (Tay et al., ICML 2021) for JAX and Flax.
 
-    import synthesizer_jax as sj
+import synthesizer_jax as sj
 
-    scores = sj.synthesizer("R+V", max_length=512)
-    layer = sj.Attention(scores, features=512, heads=8, head_dim=64, rngs=nnx.Rngs(0))
-    model = sj.EncoderDecoder(sj.t5_base(attention="R+V"), rngs=nnx.Rngs(0))
+scores = sj.synthesizer("R+V", max_length=512)
+layer = sj.Attention(scores, features=512, heads=8, head_dim=64, rngs=nnx.Rngs(0))
+model = sj.EncoderDecoder(sj.t5_base(attention="R+V"), rngs=nnx.Rngs(0))
 """
 
 __version__ = "0.1.0"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +16,7 @@ from synthesizer_jax.models import parameters
 from synthesizer_jax.models.config import EncoderDecoderConfig, to_json
 from synthesizer_jax.scores import synthesizer
 from synthesizer_jax.training import checkpoint, loop
+from synthesizer_jax.training.logging import JSON_LINES, read_lines
 from synthesizer_jax.training.optimizer import Adafactor, AdamW
 
 
@@ -22,7 +24,8 @@ from synthesizer_jax.training.optimizer import Adafactor, AdamW
 class Stage:
     """One training run that every variant goes through."""
 
-    mixture_or_task_name: str
+    mixture_or_task_name: str  # of seqio
+    task_feature_lengths: Mapping[str, int]
     steps: int
     optimizer: Adafactor | AdamW
     pack: bool
@@ -45,12 +48,13 @@ def compare(
     attentions: Sequence[str],
     max_length: int,
     pretraining_task: str,
+    pretraining_feature_lengths: Mapping[str, int],
     pretraining_steps: int,
     pretraining_optimizer: Adafactor | AdamW,
     finetuning_task: str,
+    finetuning_feature_lengths: Mapping[str, int],
     finetuning_steps: int,
     finetuning_optimizer: Adafactor | AdamW,
-    task_feature_lengths: Mapping[str, int],
     batch_size: int,
     model_dir: str,
     random_seed: int = 0,
@@ -66,8 +70,12 @@ def compare(
     """
     if not attentions:
         raise ValueError('attentions: expected at least one of the paper\'s letters, such as ("V", "R"), got none')
-    pretraining = Stage(pretraining_task, pretraining_steps, pretraining_optimizer, pack=True)
-    finetuning = Stage(finetuning_task, finetuning_steps, finetuning_optimizer, pack=False)
+    pretraining = Stage(
+        pretraining_task, pretraining_feature_lengths, pretraining_steps, pretraining_optimizer, pack=True
+    )
+    finetuning = Stage(
+        finetuning_task, finetuning_feature_lengths, finetuning_steps, finetuning_optimizer, pack=False
+    )
     folder = epath.Path(model_dir)
     start = time.monotonic()
     rows, maps = [], {}
@@ -75,7 +83,7 @@ def compare(
         spec = synthesizer(attention, max_length)
         config = dataclasses.replace(model, encoder_attention=spec, decoder_attention=spec)
         print(f"--- {attention}: {parameters.count_parameters(config):,} parameters", flush=True)
-        run = _Run(config, task_feature_lengths, batch_size, random_seed, folder / attention)
+        run = _Run(config, batch_size, random_seed, folder / attention)
         rows.append(run.row(attention, pretraining, finetuning))
         maps[attention] = run.maps(finetuning)
     text = as_markdown(rows)
@@ -84,7 +92,6 @@ def compare(
         "model": json.loads(to_json(model)),
         "pretraining": dataclasses.asdict(pretraining),
         "finetuning": dataclasses.asdict(finetuning),
-        "task_feature_lengths": dict(task_feature_lengths),
         "batch_size": batch_size,
         "random_seed": random_seed,
         "minutes": round(minutes, 2),
@@ -111,32 +118,35 @@ class _Run:
     """The two stages of one variant, and what is read from them."""
 
     config: EncoderDecoderConfig
-    lengths: Mapping[str, int]
     batch_size: int
     seed: int
     folder: epath.Path
 
     def row(self, attention: str, pretraining: Stage, finetuning: Stage) -> Row:
-        pretrained = self._train("pretraining", pretraining, None)
-        self._train("finetuning", finetuning, str(self.folder / "pretraining"))
+        self._train("pretraining", pretraining, None, eval_period=pretraining.steps)
+        self._train("finetuning", finetuning, str(self.folder / "pretraining"), eval_period=None)
         results = evaluation.evaluate(
             checkpoint_path=str(self.folder / "finetuning"),
             mixture_or_task_name=finetuning.mixture_or_task_name,
-            task_feature_lengths=self.lengths,
+            task_feature_lengths=finetuning.task_feature_lengths,
             batch_size=4 * self.batch_size,
         )
+        speeds = [line["timing/steps_per_second"] for line in self._log("train") if "timing/steps_per_second" in line]
         return Row(
             attention,
             parameters.count_parameters(self.config),
-            round(pretrained["timing/steps_per_second"], 3),
-            round(pretrained["validation/loss"], 4),
+            round(statistics.median(speeds), 3),
+            round(self._log(f"training_eval/{pretraining.mixture_or_task_name}")[-1]["loss"], 4),
             {f"{task} {name}": value for task, metrics in results.items() for name, value in metrics.items()},
         )
+
+    def _log(self, name):
+        return read_lines(self.folder / "pretraining" / name / JSON_LINES)
 
     def maps(self, finetuning: Stage) -> tuple[list[np.ndarray], tuple[str, ...]]:
         """The first encoder layer's maps before and after, and the tokens of the example that they are of."""
         batch, _ = next(
-            iter(data.eval_batches(finetuning.mixture_or_task_name, self.lengths, 1, split="validation"))
+            iter(data.eval_batches(finetuning.mixture_or_task_name, finetuning.task_feature_lengths, 1, split="validation"))
         )
         tokens = batch["encoder_input_tokens"]
         tokens = tokens[:, : int((tokens > 0).sum())]
@@ -146,19 +156,23 @@ class _Run:
         _, *after = checkpoint.restore_params(str(self.folder / "finetuning"))
         return [encoder_maps(self.config, *parts, tokens) for parts in (before, after)], words
 
-    def _train(self, name, stage, initial_checkpoint_path):
-        return loop.train(
+    def _train(self, name, stage, initial_checkpoint_path, eval_period):
+        loop.train(
             model=self.config,
             optimizer=stage.optimizer,
             mixture_or_task_name=stage.mixture_or_task_name,
-            task_feature_lengths=self.lengths,
+            task_feature_lengths=stage.task_feature_lengths,
             batch_size=self.batch_size,
             train_steps=stage.steps,
             model_dir=str(self.folder / name),
             initial_checkpoint_path=initial_checkpoint_path,
             random_seed=self.seed,
             pack=stage.pack,
-        ).metrics
+            checkpoint_period=stage.steps,
+            keep=1,
+            log_period=max(1, stage.steps // 4),
+            eval_period=eval_period,
+        )
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

@@ -1,0 +1,67 @@
+"""Every command and every Python block of the README, run as it stands there, but for shorter training."""
+
+import pathlib
+import re
+import shlex
+
+import jax
+import pytest
+
+from synthesizer_jax.__main__ import main
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [part.strip() for block in re.findall(r"```bash\n(.*?)```", README, re.S) for part in block.split("&&")]
+OURS = "python -m synthesizer_jax "
+
+
+def run(command, folder, *more):
+    """The command in this process, its files in `folder`."""
+    assert main([*shlex.split(command.replace("/tmp/", f"{folder}/"))[3:], *more]) == 0
+
+
+def test_every_command_is_known_here():
+    kinds = [c for c in COMMANDS if not c.startswith((OURS + "reproduce", OURS + "train", OURS + "evaluate"))]
+    assert kinds == ["pip install -e '.[train]'", "pip install -e '.[test]'", "pytest -n 2"]
+
+
+def test_the_test_command_is_what_ci_runs():
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "pip install -q -e '.[test]'" in script and "pytest -n 2" in script
+
+
+def test_python_blocks_run_in_order():
+    names = {}
+    with jax.numpy_dtype_promotion("standard"):
+        for block in re.findall(r"```python\n(.*?)```", README, re.S):
+            exec(compile(block, "README.md", "exec"), names)
+    assert names["y"].shape == (2, 100, 64)
+    assert names["weights"].shape == (2, 4, 100, 100)
+    assert names["out"].shape == (2, 100, 4, 16)
+    assert names["logits"].shape == (1, 3, 32128)
+
+
+@pytest.mark.slow
+def test_pretrain_finetune_evaluate(tmp_path):
+    pretrain, finetune = [c for c in COMMANDS if c.startswith(OURS + "train")]
+    (evaluate,) = [c for c in COMMANDS if c.startswith(OURS + "evaluate")]
+    run(pretrain, tmp_path, "--gin.TRAIN_STEPS=3")
+    run(finetune, tmp_path, "--gin.TRAIN_STEPS=3")
+    run(evaluate, tmp_path, "--gin.evaluate.num_examples=40")
+    for name in ("config.gin", "model-info.txt", "checkpoint_3", "train"):
+        assert (tmp_path / "pretrained" / name).exists(), name
+    results = tmp_path / "finetuned" / "inference_eval"
+    for task in ("quickstart_order", "quickstart_fragment"):
+        assert (results / f"{task}-3.jsonl").exists()
+        assert (results / f"{task}-metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_quickstart(tmp_path):
+    (command,) = [c for c in COMMANDS if c.startswith(OURS + "reproduce")]
+    short = ("--gin.PRETRAINING_STEPS=2", "--gin.FINETUNING_STEPS=2", '--gin.ATTENTIONS=("V", "R+V")')
+    run(command, tmp_path, f'--gin.MODEL_DIR="{tmp_path}/quickstart"', *short)
+    table = (tmp_path / "quickstart" / "comparison.md").read_text()
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == ["V", "R+V"]
+    assert (tmp_path / "quickstart" / "comparison.json").exists()
+    assert (tmp_path / "quickstart" / "attention.png").read_bytes().startswith(b"\x89PNG")
