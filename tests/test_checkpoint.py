@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,6 +126,36 @@ def test_the_last_ones_are_kept(tmp_path):
             writer.save(step, {"x": jnp.zeros(3)}, CONFIG, RUN)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_100", "checkpoint_20"]
     assert checkpoint.latest(tmp_path).name == "checkpoint_100"
+
+
+def test_what_is_deleted_leaves_by_a_rename(tmp_path, monkeypatch):
+    """A run killed while it deletes must not leave half a checkpoint under a checkpoint's name."""
+    monkeypatch.setattr(CheckpointWriter, "_empty_trash", lambda self: None)
+    with CheckpointWriter(str(tmp_path), keep=1) as writer:
+        for step in (1, 2):
+            writer.save(step, {"x": jnp.zeros(3)}, CONFIG, RUN)
+    (moved,) = (tmp_path / checkpoint.TRASH).iterdir()
+    assert checkpoint.read_run(moved) == RUN
+    monkeypatch.undo()
+    with CheckpointWriter(str(tmp_path)):
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_2"]
+
+
+def test_what_a_killed_run_left_unfinished_is_removed(tmp_path):
+    (tmp_path / "checkpoint_5.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    with CheckpointWriter(str(tmp_path)) as writer:
+        writer.save(6, {"x": jnp.zeros(3)}, CONFIG, RUN)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_6"]
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    with CheckpointWriter(str(tmp_path)) as writer:
+        writer.save(1, {"x": jnp.zeros(3)}, CONFIG, RUN)
+    for path in (tmp_path / "checkpoint_1" / "state").iterdir():
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    target = {"x": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jnp.zeros(1).sharding)}
+    with pytest.raises(ValueError, match="checkpoint_1 is damaged; remove it to go on from an earlier one"):
+        checkpoint.restore(tmp_path / "checkpoint_1", target)
 
 
 def test_mismatches_are_listed_in_three_groups(saved):

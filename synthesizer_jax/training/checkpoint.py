@@ -172,11 +172,10 @@ def _restore(checkpoint, target, top):
     checkpoint = epath.Path(checkpoint).absolute()
     wanted = dict(sharding.named_leaves(target))
     handler = ocp.PyTreeCheckpointHandler()
-    metadata = handler.metadata(checkpoint / STATE)
-    if metadata is None:
-        raise ValueError(
-            f"{checkpoint} is damaged: {STATE}/ cannot be read; remove it to go on from an earlier checkpoint"
-        )
+    try:
+        metadata = handler.metadata(checkpoint / STATE)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{checkpoint} is damaged; remove it to go on from an earlier one: {error}") from error
     saved = dict(sharding.named_leaves(metadata.tree))
     saved = {name: leaf for name, leaf in saved.items() if not top or name.split("/")[0] in top}
     _check_same_arrays(checkpoint, saved, wanted)
