@@ -53,13 +53,7 @@ def evaluate(
     Returns: task -> metric -> value.
     Raises: ValueError where the checkpoint, the task, its split, or what its metrics need is not there.
     """
-    tasks = [task for task in _tasks_with_split(mixture_or_task_name, split) if task.metric_objs]
-    if not tasks:
-        raise ValueError(
-            f"mixture_or_task_name: {mixture_or_task_name!r} has no metrics; use `infer` to see what a model says"
-        )
-    for task in tasks:
-        _check_metrics(task)
+    tasks = tasks_with_metrics(mixture_or_task_name, split)
     path = checkpoint.find(checkpoint_path)
     folder = _folder(output_dir, path.parent / "inference_eval")
     predictor = load(path, tasks, task_feature_lengths, batch_size)
@@ -159,13 +153,19 @@ def _tasks_with_split(name: str, split: str) -> list[seqio.Task]:
     return [task for task in seqio.get_subtasks(provider) if split in task.splits]
 
 
-def _check_metrics(task: seqio.Task) -> None:
-    for metric in task.metric_objs:
-        if metric.model_output_type not in (PREDICTION, SCORE):
-            kind = seqio.metrics.ModelOutputType.to_str(metric.model_output_type)
-            raise ValueError(
-                f"task {task.name!r}: a metric asks for {kind!r}; greedy decoding gives 'prediction' and 'score' only"
-            )
+def tasks_with_metrics(name: str, split: str) -> list[seqio.Task]:
+    """The tasks that `evaluate` evaluates. Raises ValueError where there are none, or where a metric cannot be had."""
+    tasks = [task for task in _tasks_with_split(name, split) if task.metric_objs]
+    if not tasks:
+        raise ValueError(f"mixture_or_task_name: {name!r} has no metrics; use `infer` to see what a model says")
+    for task in tasks:
+        for metric in task.metric_objs:
+            if metric.model_output_type not in (PREDICTION, SCORE):
+                kind = seqio.metrics.ModelOutputType.to_str(metric.model_output_type)
+                raise ValueError(
+                    f"task {task.name!r}: a metric asks for {kind!r}; greedy decoding gives 'prediction' and 'score'"
+                )
+    return tasks
 
 
 def _task_examples(task, use_cached, split, lengths, seed) -> Iterator[Mapping[str, Any]]:

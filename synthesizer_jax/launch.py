@@ -37,7 +37,7 @@ class Command:
 COMMANDS = {
     "train": Command(("synthesizer_jax.training.loop", "train"), ("synthesizer_jax.preflight", "before_training")),
     "evaluate": Command(("synthesizer_jax.evaluation", "evaluate"), ("synthesizer_jax.preflight", "before_evaluation")),
-    "infer": Command(("synthesizer_jax.evaluation", "infer"), ("synthesizer_jax.preflight", "before_evaluation")),
+    "infer": Command(("synthesizer_jax.evaluation", "infer"), ("synthesizer_jax.preflight", "before_inference")),
     "reproduce": Command(("synthesizer_jax.analysis.comparison", "compare")),
 }
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import seqio
 from etils import epath
 
-from synthesizer_jax import data, sharding
+from synthesizer_jax import data, evaluation, sharding
 from synthesizer_jax.models import EncoderDecoderConfig, count_parameters, parameters
 from synthesizer_jax.training import checkpoint
 from synthesizer_jax.training.step import PACKED, REQUIRED, Trainer
@@ -25,7 +25,8 @@ def before_training(arguments: Mapping[str, Any]) -> list[str]:
     _check_writable("model_dir", a["model_dir"])
     mesh = (a["mesh"] or sharding.MeshShape()).build()
     sharding.check_batch_size(mesh, a["batch_size"])
-    lines = _describe_data(a, "train", a["model"])
+    lines = _describe_split(a, "train")
+    _check_data(a, a["model"])
     trainer = Trainer(a["model"], a["optimizer"], mesh, a["random_seed"], a["z_loss"], a["label_smoothing"])
     trainer.abstract_state()
     names = (*REQUIRED, *PACKED) if a["pack"] else REQUIRED
@@ -49,26 +50,36 @@ def _describe_start(a: Mapping[str, Any]) -> str:
 
 
 def before_evaluation(arguments: Mapping[str, Any]) -> list[str]:
-    """For `evaluate` and `infer`."""
+    """For `evaluate`."""
+    tasks = evaluation.tasks_with_metrics(arguments["mixture_or_task_name"], arguments["split"])
+    return [*before_inference(arguments), f"metrics of: {', '.join(task.name for task in tasks)}"]
+
+
+def before_inference(arguments: Mapping[str, Any]) -> list[str]:
+    """For `infer`."""
     a = arguments
     found = checkpoint.find(a["checkpoint_path"])
     config = checkpoint.read_config(found)
     _check_at_least("batch_size", a["batch_size"], 1)
     if a["output_dir"] is not None:
         _check_writable("output_dir", a["output_dir"])
-    lines = [f"checkpoint: {found}"]
-    if a.get("input_file") is None:
-        lines += _describe_data(a, a["split"], config)
-    elif not epath.Path(a["input_file"]).is_file():
+    if a.get("input_file") is not None and not epath.Path(a["input_file"]).is_file():
         raise ValueError(f"input_file: no such file: {a['input_file']}")
-    return lines + _describe_batch(REQUIRED, a["task_feature_lengths"], a["batch_size"], config)
+    source = [f"inputs: {a['input_file']}"] if a.get("input_file") is not None else _describe_split(a, a["split"])
+    _check_data(a, config)
+    batch = _describe_batch(REQUIRED, a["task_feature_lengths"], a["batch_size"], config)
+    return [f"checkpoint: {found}", *source, *batch]
 
 
-def _describe_data(a: Mapping[str, Any], split: str, config: EncoderDecoderConfig) -> list[str]:
+def _check_data(a: Mapping[str, Any], config: EncoderDecoderConfig) -> None:
     provider = data.get_mixture_or_task(a["mixture_or_task_name"])
-    data.check_split(provider, split)
     data.check_lengths(a["task_feature_lengths"])
     data.check_vocabulary(provider, config.vocab_size)
+
+
+def _describe_split(a: Mapping[str, Any], split: str) -> list[str]:
+    provider = data.get_mixture_or_task(a["mixture_or_task_name"])
+    data.check_split(provider, split)
     cached = "cached" if data.use_cache(provider, a["use_cached_tasks"]) else "not cached"
     tasks = ", ".join(task.name for task in seqio.get_subtasks(provider) if split in task.splits)
     return [f"data: split {split!r} of {tasks} ({cached})"]

@@ -9,6 +9,7 @@ import pytest
 import seqio
 import tensorflow as tf
 from flax import nnx
+from t5.evaluation import metrics
 
 import synthesizer_jax as sj
 from synthesizer_jax.__main__ import main
@@ -27,7 +28,7 @@ GOOD = {
 }
 EVALUATE = {name: GOOD[name] for name in ("MIXTURE_OR_TASK_MODULE", "TASK_FEATURE_LENGTHS", "BATCH_SIZE")} | {
     "CHECKPOINT_PATH": '"{tmp}/trained"',
-    "MIXTURE_OR_TASK_NAME": '"quickstart_order"',
+    "MIXTURE_OR_TASK_NAME": '"quickstart_negation"',
 }
 MODEL, TRAIN = "--gin_file=models/t5_tiny.gin", "--gin_file=runs/pretrain.gin"
 
@@ -74,7 +75,7 @@ TRAINING = {
         "train.optimizer: expected Adafactor | AdamW, got @t5_small()",
     ),
     # data
-    "unknown task": ({"MIXTURE_OR_TASK_NAME": '"quickstart_ordr"'}, "did you mean quickstart_order"),
+    "unknown task": ({"MIXTURE_OR_TASK_NAME": '"quickstart_negatoin"'}, "did you mean quickstart_negation"),
     "task module that is not there": (
         {"MIXTURE_OR_TASK_MODULE": '"no_such_tasks"'},
         "there is no module 'no_such_tasks'",
@@ -185,6 +186,10 @@ EVALUATION = {
         "more than max_length=64",
     ),
     "task of another vocabulary": ({"MIXTURE_OR_TASK_NAME": '"bad_input_large_vocabulary"'}, "the model has 2176 rows"),
+    "task without metrics": (
+        {"MIXTURE_OR_TASK_NAME": '"quickstart_span_corruption"'},
+        "'quickstart_span_corruption' has no metrics; use `infer`",
+    ),
     "results that cannot be written": ({"OUTPUT_DIR": '"/dev/null/x"'}, "output_dir: cannot write to /dev/null/x"),
 }
 
@@ -201,7 +206,9 @@ def tmp(tmp_path_factory):
         writer.save(1, {"params": trained, "fixed": fixed}, config, {})
     features = dict.fromkeys(("inputs", "targets"), seqio.Feature(seqio.ByteVocabulary(extra_ids=5000)))
     source = seqio.FunctionDataSource(lambda split, shuffle_files: tf.data.Dataset.from_tensors({}), ["validation"])
-    seqio.TaskRegistry.add("bad_input_large_vocabulary", source=source, preprocessors=[], output_features=features)
+    seqio.TaskRegistry.add(
+        "bad_input_large_vocabulary", source, preprocessors=[], output_features=features, metric_fns=[metrics.accuracy]
+    )
     yield str(folder)
     seqio.TaskRegistry.remove("bad_input_large_vocabulary")
 
@@ -234,6 +241,12 @@ def test_training(kind, tmp, capsys):
 def test_files(kind, tmp, capsys):
     files, text = FILES[kind]
     assert text in refused(capsys, tmp, "train", files, GOOD if files else {})
+
+
+def test_inference_on_a_file_that_is_not_there(tmp, capsys):
+    given = EVALUATE | {"INPUT_FILE": '"/nowhere.txt"'}
+    text = "input_file: no such file: /nowhere.txt"
+    assert text in refused(capsys, tmp, "infer", ["--gin_file=runs/infer.gin"], given)
 
 
 @pytest.mark.parametrize("kind", EVALUATION)

@@ -235,7 +235,11 @@ def test_dry_run_tells_what_would_run_and_touches_nothing(tmp_path, capsys):
 def test_train_writes_a_configuration_that_runs_again(tmp_path, capsys):
     run = tmp_path / "run"
     sizes = {"vocab_size": 2176, "features": 16, "mlp_features": 16, "encoder_layers": 1, "decoder_layers": 1}
-    small = ["--gin.TRAIN_STEPS=2", *(f"--gin.model.{name}={size}" for name, size in sizes.items())]
+    small = [
+        "--gin.TRAIN_STEPS=2",
+        "--gin.EVAL_PERIOD=None",
+        *(f"--gin.model.{name}={size}" for name, size in sizes.items()),
+    ]
     assert main(argv(run, *small)) == 0
     assert (run / "checkpoint_2").is_dir()
     capsys.readouterr()
@@ -246,12 +250,12 @@ def test_train_writes_a_configuration_that_runs_again(tmp_path, capsys):
         "--gin_file=runs/evaluate.gin",
         f'--gin.CHECKPOINT_PATH="{run}"',
         "--gin.BATCH_SIZE=8",
-        '--gin.MIXTURE_OR_TASK_NAME="quickstart_order"',
+        '--gin.MIXTURE_OR_TASK_NAME="quickstart_negation"',
         '--gin.MIXTURE_OR_TASK_MODULE="synthesizer_jax.tasks.quickstart"',
         '--gin.TASK_FEATURE_LENGTHS={"inputs": 32, "targets": 4}',
     ]
     assert main([*evaluate, "--gin.evaluate.num_examples=10"]) == 0
-    assert "quickstart_order  accuracy  " in capsys.readouterr().out
+    assert "quickstart_negation  accuracy  " in capsys.readouterr().out
     file = tmp_path / "inputs.txt"
     file.write_text("order: the value of the object\n")
     infer = ["infer" if a == "evaluate" else a.replace("evaluate.gin", "infer.gin") for a in evaluate]
