@@ -8,8 +8,8 @@ synthesizer_jax, and work with any library that takes seqio tasks.
 CONTENTS = {
     "synthesizer_jax.tasks.quickstart": (
         "quickstart_span_corruption",
-        "quickstart_order",
-        "quickstart_fragment",
+        "quickstart_negation",
+        "quickstart_number",
         "quickstart_finetune",
     ),
 }

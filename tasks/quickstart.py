@@ -1,21 +1,26 @@
 """The quickstart's tasks, from text that ships with Python. Targets of the fine-tuning tasks are "true" or "false".
 
 quickstart_span_corruption   T5's pretraining objective.
-quickstart_order             One sentence: are its words in order, or shuffled?
-                             inputs "order: the value of the object is returned"
-quickstart_fragment          A pair: are the words of the first, in order, a part of the second?
-                             inputs "fragment: the object is returned sentence: the value of the object is returned"
+quickstart_negation          One sentence: does it deny something?
+                             inputs "negation: the value of the object is not returned"
+quickstart_number            A pair: is the word of the second in the first, but in the other number?
+                             inputs "number: the value of the object is returned word: objects"
 quickstart_finetune          A mixture of the last two, half and half.
 
-The classes are equally frequent. Sentences of the validation split are not in the training split. Examples are drawn
-with a fixed seed, so they are the same in every process.
+The first is answered by what words there are. The second needs a comparison: which of the words counts depends on the
+other part, which stands at no fixed place, and false examples ask for words as frequent as the true ones do. (Asking for
+the same word would be harder for dot-product attention, not easier: without masks each word attends to itself best.)
+
+The classes are equally frequent. Validation examples are made from text that is not in the training split. Examples are
+drawn with a fixed seed, so they are the same in every process.
 """
 
+import collections
 import functools
 import pathlib
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import seqio
 import tensorflow as tf
@@ -26,9 +31,10 @@ from synthesizer_jax.tasks import quickstart_text
 
 VOCABULARY = seqio.SentencePieceVocabulary(str(pathlib.Path(__file__).with_name("quickstart.model")), extra_ids=100)
 LABELS = ("false", "true")
-EXAMPLES = {"train": 16384, "validation": 1024}  # of each of the two fine-tuning tasks
-WORDS = (6, 10)  # least and most words of a sentence
-FRAGMENT = 4  # words
+EXAMPLES = {"train": 32768, "validation": 1024}  # of each of the two fine-tuning tasks
+WORDS = (8, 12)  # least and most words of a sentence
+NOUNS = 32  # pairs of singular and plural
+NEGATIONS = frozenset("not no none never nothing cannot without neither nor".split())
 
 Example = dict[str, str]
 
@@ -58,47 +64,70 @@ def documents(split: str) -> list[Example]:
     return [{"text": " ".join(paragraphs)} for paragraphs in quickstart_text.corpus()[split].values()]
 
 
-def order_examples(split: str) -> list[Example]:
-    return list(_alternating(split, "order", _order))
+def negation_examples(split: str) -> list[Example]:
+    return _alternating(split, "negation", _negation)
 
 
-def fragment_examples(split: str) -> list[Example]:
-    return list(_alternating(split, "fragment", _fragment))
+def number_examples(split: str) -> list[Example]:
+    return _alternating(split, "number", _number)
 
 
-def _alternating(split: str, seed: str, make: Callable[..., str]) -> Iterator[Example]:
+def _alternating(split: str, name: str, make: Callable[[random.Random, list[list[str]], bool], str]) -> list[Example]:
     """As many true examples as false ones."""
-    draw = random.Random(f"{seed} {split}")
-    sentences = [_words(sentence) for sentence in quickstart_text.sentences(split)]
-    sentences = [words for words in sentences if len(words) >= WORDS[0]]
-    for index in range(EXAMPLES[split]):
-        label = LABELS[index % 2]
-        yield {"inputs": make(draw, sentences, label == "true"), "targets": label}
+    draw = random.Random(f"{name} {split}")
+    texts = _texts(split)
+    labels = [LABELS[index % 2] for index in range(EXAMPLES[split])]
+    return [{"inputs": f"{name}: {make(draw, texts, label == 'true')}", "targets": label} for label in labels]
 
 
-def _words(sentence: str) -> list[str]:
-    return re.findall("[a-z]+", sentence.lower())
+@functools.lru_cache(maxsize=None)
+def _texts(split: str) -> list[list[str]]:
+    """The words of each paragraph that is long enough."""
+    paragraphs = [paragraph for topic in quickstart_text.corpus()[split].values() for paragraph in topic]
+    return [words for words in map(_words, paragraphs) if len(words) >= WORDS[1]]
 
 
-def _order(draw: random.Random, sentences: list[list[str]], label: bool) -> str:
-    words = _part(draw, draw.choice(sentences), draw.randint(*WORDS))
-    shuffled = list(words)
-    while not label and shuffled == words:
-        draw.shuffle(shuffled)
-    return f"order: {' '.join(shuffled)}"
+def _words(text: str) -> list[str]:
+    return re.findall("[a-z]+", text.lower())
 
 
-def _fragment(draw: random.Random, sentences: list[list[str]], label: bool) -> str:
-    words = _part(draw, draw.choice(sentences), draw.randint(*WORDS))
-    fragment = _part(draw, words, FRAGMENT)
-    while not label and set(fragment) <= set(words):
-        fragment = _part(draw, draw.choice(sentences), FRAGMENT)
-    return f"fragment: {' '.join(fragment)} sentence: {' '.join(words)}"
+def _negation(draw: random.Random, texts: list[list[str]], label: bool) -> str:
+    return " ".join(_sentence(draw, texts, lambda words: NEGATIONS.isdisjoint(words) != label))
 
 
-def _part(draw: random.Random, words: list[str], length: int) -> list[str]:
-    start = draw.randint(0, max(0, len(words) - length))
-    return words[start : start + length]
+def _number(draw: random.Random, texts: list[list[str]], label: bool) -> str:
+    other = other_number()
+
+    def asked(words):
+        """The words of the other number that a true example of these words may ask for."""
+        return [other[word] for word in words if word in other and other[word] not in words]
+
+    words = _sentence(draw, texts, asked)
+    word = draw.choice(asked(words))
+    while not label and (word in words or other[word] in words):
+        word = draw.choice(asked(_sentence(draw, texts, asked)))
+    return f"{' '.join(words)} word: {word}"
+
+
+def _sentence(draw: random.Random, texts: list[list[str]], good: Callable[[list[str]], object]) -> list[str]:
+    """A run of words of which `good` is true."""
+    while True:
+        text = draw.choice(texts)
+        length = draw.randint(*WORDS)
+        start = draw.randint(0, len(text) - length)
+        words = text[start : start + length]
+        if good(words):
+            return words
+
+
+@functools.lru_cache(maxsize=None)
+def other_number() -> dict[str, str]:
+    """Singular -> plural and plural -> singular of the most frequent nouns whose forms are one piece each."""
+    count = collections.Counter(word for text in _texts("train") for word in text)
+    pairs = [(word, f"{word}s") for word in count if len(word) > 2 and count[f"{word}s"]]
+    pairs = [pair for pair in pairs if all(len(VOCABULARY.encode(word)) == 1 for word in pair)]
+    pairs.sort(key=lambda pair: (-min(count[word] for word in pair), pair))
+    return {word: other for pair in pairs[:NOUNS] for word, other in (pair, pair[::-1])}
 
 
 OUTPUT_FEATURES = {name: seqio.Feature(vocabulary=VOCABULARY, add_eos=True) for name in ("inputs", "targets")}
@@ -117,7 +146,7 @@ seqio.TaskRegistry.add(
     metric_fns=[],
 )
 
-for _name, _examples in (("quickstart_order", order_examples), ("quickstart_fragment", fragment_examples)):
+for _name, _examples in (("quickstart_negation", negation_examples), ("quickstart_number", number_examples)):
     seqio.TaskRegistry.add(
         _name,
         source=_Source(_examples),
@@ -131,4 +160,4 @@ for _name, _examples in (("quickstart_order", order_examples), ("quickstart_frag
         metric_fns=[metrics.accuracy],
     )
 
-seqio.MixtureRegistry.add("quickstart_finetune", ["quickstart_order", "quickstart_fragment"], default_rate=1.0)
+seqio.MixtureRegistry.add("quickstart_finetune", ["quickstart_negation", "quickstart_number"], default_rate=1.0)

@@ -124,7 +124,7 @@ def test_fine_tuning_starts_from_the_parameters_alone(trained, tmp_path, capfd):
     changes = {"initial_checkpoint_path": str(folder), "mixture_or_task_name": "quickstart_finetune", "train_steps": 1}
     tuned = train(**arguments(tmp_path, **changes))
     assert f"starts from the parameters of {folder}/checkpoint_4" in capfd.readouterr().err
-    assert tuned.step == 1 and set(tuned.evaluations) == {"quickstart_order", "quickstart_fragment"}
+    assert tuned.step == 1 and set(tuned.evaluations) == {"quickstart_negation", "quickstart_number"}
     moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), tuned.state.params, result.state.params)
     assert 0 < max(jax.tree.leaves(moved)) < 0.5  # other draws would differ by more than 1
     assert int(tuned.state.opt_state[0].count) == 1

@@ -136,26 +136,48 @@ def test_classes_are_equally_frequent_and_examples_differ(examples):
         assert len(found) == quickstart.EXAMPLES[split]
         labels = collections.Counter(target for _, target in found)
         assert set(labels) == set(quickstart.LABELS) and len(set(labels.values())) == 1, (task, labels)
-        assert len(set(found)) > 0.9 * len(found)
+        assert len(set(found)) > 0.6 * len(found)
 
 
 def test_labels_are_right(examples):
-    """Words are in order where they stand so in the text."""
+    other = quickstart.other_number()
+    assert len(other) == 2 * quickstart.NOUNS and other["object"] == "objects" and other["objects"] == "object"
+    assert all(other[word] in (f"{word}s", word[:-1]) and other[other[word]] == word for word in other)
     for split in SPLITS:
-        sentences = map(quickstart._words, quickstart_text.sentences(split))
-        text = "\n".join(f" {' '.join(words)} " for words in sentences)
-        for inputs, target in examples["quickstart_order", split]:
-            assert (f" {inputs.removeprefix('order: ')} " in text) == (target == "true")
-        for inputs, target in examples["quickstart_fragment", split]:
-            fragment, sentence = re.fullmatch(r"fragment: (.*) sentence: (.*)", inputs).groups()
-            assert f" {sentence} " in text
-            assert (f" {fragment} " in f" {sentence} ") == (target == "true")
+        paragraphs = [p for topic in quickstart_text.corpus()[split].values() for p in topic]
+        text = "\n".join(f" {' '.join(quickstart._words(paragraph))} " for paragraph in paragraphs)
+        for inputs, target in examples["quickstart_negation", split]:
+            words = inputs.removeprefix("negation: ").split()
+            assert f" {' '.join(words)} " in text and 8 <= len(words) <= 12
+            assert any(word in quickstart.NEGATIONS for word in words) == (target == "true")
+        for inputs, target in examples["quickstart_number", split]:
+            sentence, word = re.fullmatch(r"number: (.*) word: (\w+)", inputs).groups()
+            assert f" {sentence} " in text and word not in sentence.split()
+            assert (other[word] in sentence.split()) == (target == "true")
+
+
+def test_the_word_alone_and_the_sentence_alone_do_not_tell_the_answer(examples):
+    """A guess by the word that is asked for, or by each word of the sentence, is hardly better than chance."""
+    found = [
+        (re.fullmatch(r"number: (.*) word: (\w+)", inputs).groups(), target == "true")
+        for inputs, target in examples["quickstart_number", "train"]
+    ]
+    by_word = collections.defaultdict(list)
+    for (_, word), label in found:
+        by_word[word].append(label)
+    assert sum(max(sum(labels), len(labels) - sum(labels)) for labels in by_word.values()) < 0.58 * len(found)
+    by_word.clear()
+    for (sentence, _), label in found:
+        for word in set(sentence.split()):
+            by_word[word].append(label)
+    frequent = [labels for labels in by_word.values() if len(labels) > 500]
+    assert frequent and all(0.4 < sum(labels) / len(labels) < 0.6 for labels in frequent)
 
 
 def test_no_validation_input_is_in_training(examples):
     for task in FINETUNING:
         train, validation = ({inputs for inputs, _ in examples[task, split]} for split in SPLITS)
-        assert len(train & validation) < 0.01 * len(validation)  # single phrases like 'of the object' stand in both
+        assert not train & validation
 
 
 def test_inputs_and_targets_are_short(examples):
@@ -168,11 +190,11 @@ def test_examples_are_the_same_in_every_process(examples):
     """Another process has another hash seed, so the order of sets differs there."""
     program = (
         "import hashlib, json, sys; from synthesizer_jax.tasks import quickstart as q\n"
-        "made = [f(s) for f in (q.documents, q.order_examples, q.fragment_examples) for s in ('train', 'validation')]\n"
+        "made = [f(s) for f in (q.documents, q.negation_examples, q.number_examples) for s in ('train', 'validation')]\n"
         "print(hashlib.sha256(json.dumps(made).encode()).hexdigest())"
     )
     new = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    functions = (quickstart.documents, quickstart.order_examples, quickstart.fragment_examples)
+    functions = (quickstart.documents, quickstart.negation_examples, quickstart.number_examples)
     made = [function(split) for function in functions for split in SPLITS]
     assert new.stdout.splitlines()[-1] == hashlib.sha256(json.dumps(made).encode()).hexdigest()
 

@@ -51,7 +51,7 @@ def test_pretrain_finetune_evaluate(tmp_path):
     for name in ("config.gin", "model-info.txt", "checkpoint_3", "train"):
         assert (tmp_path / "pretrained" / name).exists(), name
     results = tmp_path / "finetuned" / "inference_eval"
-    for task in ("quickstart_order", "quickstart_fragment"):
+    for task in ("quickstart_negation", "quickstart_number"):
         assert (results / f"{task}-3.jsonl").exists()
         assert (results / f"{task}-metrics.jsonl").exists()
 
