@@ -225,9 +225,7 @@ def _dense(spec, params, x_q, x_kv, p_q, p_k, query):
     w2 = params["w2"]
     if w2.ndim == 2:
         w2 = build((h, *w2.shape), lambda g, t, c: params["w2"][t, c])
-    return build(
-        (b, h, q, x_kv.shape[1]), lambda n, g, i, j: _column(hidden, n, i, g, w2, params.get("b2"), p_k[n, j])
-    )
+    return build((b, h, q, x_kv.shape[1]), lambda n, g, i, j: _column(hidden, n, i, g, w2, params.get("b2"), p_k[n, j]))
 
 
 def _factorized_dense(spec, params, x_q, x_kv, p_q, p_k, query):
@@ -288,12 +286,14 @@ def _mixture(spec, params, x_q, x_kv, p_q, p_k, query):
     if spec.share_query:
         query = project(x_q, params["dot_product"]["query"])
     parts = []
-    for name, part in zip(names, spec.parts):
+    for name, part in zip(names, spec.parts, strict=True):
         shared = query if kind(part) in ("dot_product", "dense") and spec.share_query else None
         parts.append(logits(part, params.get(name, {}), x_q, x_kv, p_q, p_k, shared))
     h = parts[0].shape[1]
     alpha = mixture_weights(spec, params, h)
-    return build(parts[0].shape, lambda n, g, i, j: total(alpha[m, g] * parts[m][n, g, i, j] for m in range(len(parts))))
+    return build(
+        parts[0].shape, lambda n, g, i, j: total(alpha[m, g] * parts[m][n, g, i, j] for m in range(len(parts)))
+    )
 
 
 def mixture_weights(spec, params, heads):
@@ -361,7 +361,7 @@ def attention_weights(
 
 def _at(array, *index):
     """array[index], an axis of size 1 standing for any index."""
-    return array[tuple(0 if size == 1 else at for at, size in zip(index, array.shape))]
+    return array[tuple(0 if size == 1 else at for at, size in zip(index, array.shape, strict=True))]
 
 
 def attend(logits, values, **masks):

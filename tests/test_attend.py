@@ -18,7 +18,9 @@ DIMS = sj.Dims(features=5, heads=2, head_dim=3)
 BATCH, LENGTH = 2, 6
 TOLERANCE = 1e-5  # float32 at highest matmul precision: measured at most 2e-6, errors of a formula are above 1e-3
 
-parametrize_variants = pytest.mark.parametrize("spec", [spec for _, spec in VARIANTS], ids=[name for name, _ in VARIANTS])
+parametrize_variants = pytest.mark.parametrize(
+    "spec", [spec for _, spec in VARIANTS], ids=[name for name, _ in VARIANTS]
+)
 
 KEY_MASK = np.array([[True] * 6, [True, True, False, True, False, False]])
 LEFT_PADDED = np.array([[False, False, True, True, True, False], [False] * 6])  # causal rows 0, 1; the whole sequence
@@ -212,7 +214,9 @@ ADVERSARIAL = adversarial()
 @functools.partial(jax.jit, static_argnames=("causal", "path"))
 def shared_gradients(tree, key_mask, cotangent, causal, path):
     def loss(tree):
-        out = sj.attend(sj.Scores(bias=tree["table"][None]), tree["values"], key_mask=key_mask, causal=causal, path=path)
+        out = sj.attend(
+            sj.Scores(bias=tree["table"][None]), tree["values"], key_mask=key_mask, causal=causal, path=path
+        )
         return jnp.sum(out * cotangent), out
 
     with jax.default_matmul_precision("highest"):
@@ -284,12 +288,14 @@ def test_dropout_drops_whole_keys_of_the_values():
         spec = sj.synthesizer(notation, max_length=8)
         tree = drawn_tree(spec, "no_mask")
         s = spec(tree["scores"], tree["x"], tree["x"])
-        # Each value is its own unit vector, so that the outputs are the weights.
-        values = jnp.broadcast_to(jnp.eye(LENGTH)[None, :, None, :], (BATCH, LENGTH, 2, LENGTH))
+        # Each value is its own unit vector, twice over, so that the outputs are the weights, twice.
+        twice = jnp.tile(jnp.eye(LENGTH), (1, 2))
+        values = jnp.broadcast_to(twice[None, :, None, :], (BATCH, LENGTH, 2, 2 * LENGTH))
         plain = np.asarray(sj.attend(s, values))
         dropped = np.asarray(sj.attend(s, values, dropout=Dropout(0.5, key)))
-        kept = np.any(dropped != 0, axis=1)  # [b, h, k]
-        assert 4 <= kept.sum() <= 20
+        np.testing.assert_array_equal(dropped[..., :LENGTH], dropped[..., LENGTH:])
+        kept = np.any(dropped != 0, axis=1)  # [b, h, k twice]
+        assert 8 <= kept.sum() <= 40
         np.testing.assert_allclose(dropped, np.where(kept[:, None], 2 * plain, 0), rtol=1e-6)
         assert not np.array_equal(kept[0], kept[1])
         assert not np.array_equal(kept[:, 0], kept[:, 1])
@@ -303,7 +309,10 @@ def test_dropout_drops_whole_keys_of_the_values():
     ("change", "text"),
     [
         ({"path": "fast"}, r"path: expected one of .* got 'fast'"),
-        ({"path": "shared", "bias": jnp.zeros((2, 2, 6, 6))}, r"path: 'shared' needs scores .* a bias with batch axis 2"),
+        (
+            {"path": "shared", "bias": jnp.zeros((2, 2, 6, 6))},
+            r"path: 'shared' needs scores .* a bias with batch axis 2",
+        ),
         ({"key_mask": jnp.ones((2, 6))}, r"key_mask: expected booleans of shape \[b, k\] = \(2, 6\).*got float32"),
         ({"key_mask": jnp.ones((2, 5), bool)}, r"key_mask: expected booleans of shape \[b, k\] = \(2, 6\).*\(2, 5\)"),
         ({"q_segments": jnp.ones((2, 6), jnp.int32)}, r"q_segments, k_segments: expected both or neither"),

@@ -17,7 +17,9 @@ FEATURES, HEADS, HEAD_DIM = 6, 2, 4
 BATCH, LENGTH = 2, 7
 TOLERANCE = 2e-6  # two orders of summation of the same float32 numbers, outputs of size 1
 
-parametrize_variants = pytest.mark.parametrize("spec", [spec for _, spec in VARIANTS], ids=[name for name, _ in VARIANTS])
+parametrize_variants = pytest.mark.parametrize(
+    "spec", [spec for _, spec in VARIANTS], ids=[name for name, _ in VARIANTS]
+)
 
 KEY_MASK = np.array([[True] * 4 + [False] * 3, [True, False, True, True, False, True, False]])
 FIRST, SECOND = 3, 4  # lengths of two segments, packed into one row
@@ -203,7 +205,9 @@ def test_cross_attention_is_refused_by_name_or_works(spec):
     if spec.longest() is None:
         assert trace().shape == (1, 4, FEATURES)
     else:
-        with pytest.raises(ValueError, match=r"x_kv: (Random|FactorizedRandom|Dense|FactorizedDense) scores .* DotProduct"):
+        with pytest.raises(
+            ValueError, match=r"x_kv: (Random|FactorizedRandom|Dense|FactorizedDense) scores .* DotProduct"
+        ):
             trace()
 
 

@@ -40,7 +40,9 @@ class Case:
 
     def check(self, y, gradients):
         """gradients: the names of the goldens -> arrays."""
-        np.testing.assert_allclose(np.asarray(y)[self.real], self.data[f"{self.name}.y"][self.real], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(
+            np.asarray(y)[self.real], self.data[f"{self.name}.y"][self.real], rtol=0, atol=TOLERANCE
+        )
         stored = [name for name in self.data.files if name.startswith(f"{self.name}.grad.")]
         for name in stored:
             expected, found = self.data[name], np.asarray(gradients[name.removeprefix(f"{self.name}.grad.")])
@@ -55,7 +57,9 @@ def _run_library(spec, causal, with_gradients, tree, x, masks, bias, cotangent):
     features, heads, head_dim = tree["value"].shape
 
     def loss(tree, x, bias):
-        graph, state = nnx.split(nnx.eval_shape(lambda: sj.Attention(spec, features, heads, head_dim, rngs=nnx.Rngs(0))))
+        graph, state = nnx.split(
+            nnx.eval_shape(lambda: sj.Attention(spec, features, heads, head_dim, rngs=nnx.Rngs(0)))
+        )
         nnx.replace_by_pure_dict(state, tree)
         y = nnx.merge(graph, state)(x, causal=causal, bias=bias, **masks)
         return jnp.sum(y * cotangent), y
@@ -114,7 +118,9 @@ MESH = {
     "random_plus": sj.Mixture((sj.Random(16), sj.DotProduct()), weights="sum"),
     "random_plus_alpha": sj.Mixture((sj.Random(16), sj.DotProduct()), weights="sigmoid", per_head=False),
     "dense_plus": sj.Mixture((AUTHORS_DENSE, sj.DotProduct()), weights="sum", share_query=True),
-    "dense_plus_alpha": sj.Mixture((AUTHORS_DENSE, sj.DotProduct()), weights="sigmoid", per_head=False, share_query=True),
+    "dense_plus_alpha": sj.Mixture(
+        (AUTHORS_DENSE, sj.DotProduct()), weights="sigmoid", per_head=False, share_query=True
+    ),
 }
 HEADS, HEAD_DIM = 2, 4
 
@@ -169,7 +175,9 @@ def mesh_bias(data, causal, positions):
     table = data["w.relative_attention_bias"]
 
     def back(gradient):
-        return np.stack([np.bincount(index.ravel(), g.ravel(), 8) for g in np.asarray(gradient, np.float64).swapaxes(0, 1)])
+        return np.stack(
+            [np.bincount(index.ravel(), g.ravel(), 8) for g in np.asarray(gradient, np.float64).swapaxes(0, 1)]
+        )
 
     return np.moveaxis(table[:, index], 0, 1), back
 
@@ -213,7 +221,9 @@ def test_mesh_layer_step_by_step(shared, mode):
 
 
 def test_mesh_factorized():
-    pytest.skip("the authors' `factorized` gives every query the same row, which is not the paper's R1 R2^T: not offered")
+    pytest.skip(
+        "the authors' `factorized` gives every query the same row, which is not the paper's R1 R2^T: not offered"
+    )
 
 
 # Section 7: the paper's variants
@@ -320,7 +330,9 @@ def test_synthesizer_variant_step_by_step(shared, variant):
 def test_factorized_dense_expansion(shared):
     data = np.load(shared / "goldens" / "synth_factorized_dense.npz")
     spec = sj.FactorizedDense(N, a=3, b=4)
-    params = jax.tree.map(lambda p: jnp.zeros(p.shape), spec.params(sj.Dims(1, 1, 1)), is_leaf=lambda p: isinstance(p, sj.Param))
+    params = jax.tree.map(
+        lambda p: jnp.zeros(p.shape), spec.params(sj.Dims(1, 1, 1)), is_leaf=lambda p: isinstance(p, sj.Param)
+    )
     params |= {"ba": jnp.asarray(data["expand.A"])[None], "bb": jnp.asarray(data["expand.B"])[None]}
     x = jnp.zeros((1, N, 1))
     np.testing.assert_allclose(spec(params, x, x).logits()[0, 0, 5], data["expand.C"], rtol=1e-6)

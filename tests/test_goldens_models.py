@@ -164,7 +164,9 @@ def check_gradients(actual, expected, tolerance):
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for (path, found), wanted in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         scale = max(1.0, np.abs(wanted).max())
-        np.testing.assert_allclose(found / scale, wanted / scale, rtol=0, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            found / scale, wanted / scale, rtol=0, atol=tolerance, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 def up_to_eos(ids):
@@ -226,7 +228,9 @@ def test_t5x(shared, version, heads):
     check(encode(trained, inputs), data["encoder_output"], data["encoder_input_tokens"] > 0, 2e-5)
     np.testing.assert_array_equal(decode(trained, inputs), data["greedy_sequences"])
 
-    names = [f"{stack}_{name}" for stack in ("encoder", "decoder") for name in ("input_tokens", "segment_ids", "positions")]
+    names = [
+        f"{stack}_{name}" for stack in ("encoder", "decoder") for name in ("input_tokens", "segment_ids", "positions")
+    ]
     packed = batch_of(data, "packed.", *names)
     check(forward(trained, packed), data["packed.logits"], data["packed.decoder_segment_ids"] > 0, 2e-5)
     encoded = encode(trained, *(packed[f"encoder_{name}"] for name in ("input_tokens", "segment_ids", "positions")))
@@ -238,7 +242,12 @@ def test_t5x(shared, version, heads):
 
     logits = forward(trained, batch)
 
-    for name, z_loss, label_smoothing in (("plain", 0.0, 0.0), ("z", 1e-2, 0.0), ("smooth", 0.0, 0.1), ("z_smooth", 1e-2, 0.1)):
+    for name, z_loss, label_smoothing in (
+        ("plain", 0.0, 0.0),
+        ("z", 1e-2, 0.0),
+        ("smooth", 0.0, 0.1),
+        ("z_smooth", 1e-2, 0.1),
+    ):
         found = loss_sums(logits, z_loss, label_smoothing)
         np.testing.assert_allclose(found.total, data[f"loss_{name}.total"], rtol=1e-5)
         np.testing.assert_allclose(found.z_loss, data[f"loss_{name}.z_part"], rtol=1e-5)
@@ -248,7 +257,9 @@ def test_t5x(shared, version, heads):
         found = loss_sums(logits_of(config, trained, batch), 1e-2, 0.1)
         return found.total / found.weight
 
-    check_gradients(gradients_of(loss, trained)[1], load(config, from_t5x, load_file(folder / "grads.safetensors")), 5e-6)
+    check_gradients(
+        gradients_of(loss, trained)[1], load(config, from_t5x, load_file(folder / "grads.safetensors")), 5e-6
+    )
 
 
 def test_t5x_own_checkpoint(shared):
@@ -260,7 +271,9 @@ def test_t5x_own_checkpoint(shared):
 
     def flatten(node, path):
         for name, child in node.items():
-            flatten(child, [*path, name]) if isinstance(child, dict) else arrays.update({"/".join([*path, name]): child})
+            flatten(child, [*path, name]) if isinstance(child, dict) else arrays.update(
+                {"/".join([*path, name]): child}
+            )
 
     flatten(stored["optimizer"]["target"], [])
     config = configure(V1_1, 4, vocab_size=256, features=8, mlp_features=16, head_dim=3)
@@ -268,7 +281,9 @@ def test_t5x_own_checkpoint(shared):
     forward, encode, _ = compile_model(config)
     batch = batch_of(data, "", "encoder_input_tokens", "decoder_input_tokens")
     check(forward(trained, batch), data["logits"], data["decoder_target_tokens"] > 0, 1e-5)
-    check(encode(trained, batch["encoder_input_tokens"]), data["encoder_output"], data["encoder_input_tokens"] > 0, 1e-5)
+    check(
+        encode(trained, batch["encoder_input_tokens"]), data["encoder_output"], data["encoder_input_tokens"] > 0, 1e-5
+    )
 
 
 # Section 1b: the authors' Synthesizers

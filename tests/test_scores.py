@@ -23,7 +23,9 @@ POSITIONS = {
     "per_sequence": np.array([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]], np.int32),
 }
 
-parametrize_variants = pytest.mark.parametrize("spec", [spec for _, spec in VARIANTS], ids=[name for name, _ in VARIANTS])
+parametrize_variants = pytest.mark.parametrize(
+    "spec", [spec for _, spec in VARIANTS], ids=[name for name, _ in VARIANTS]
+)
 
 
 def draw(shape, seed):
@@ -97,7 +99,6 @@ def test_lengths_above_the_maximum_are_refused(spec):
         pytest.skip("any length")
     n = spec.longest()
     params = jax.eval_shape(lambda key: spec.init(key, DIMS), jax.random.key(0))
-
 
     def trace(q, k):
         inputs = [jax.ShapeDtypeStruct((1, length, 5), jnp.float32) for length in (q, k)]
@@ -215,7 +216,9 @@ def test_mixtures_start_equal_and_sum_to_one():
 
 
 def test_the_authors_dense_plus_has_no_first_layer_of_its_own():
-    spec = sj.synthesizer("D[bias=False,share_w2=True]+V", max_length=8, weights="sigmoid", per_head=False, share_query=True)
+    spec = sj.synthesizer(
+        "D[bias=False,share_w2=True]+V", max_length=8, weights="sigmoid", per_head=False, share_query=True
+    )
     shapes = jax.tree.map(lambda p: p.shape, spec.params(DIMS), is_leaf=lambda leaf: isinstance(leaf, Param))
     assert shapes == {
         "dense": {"w2": (4, 8)},
@@ -314,7 +317,10 @@ def test_notation_errors(notation, text):
             lambda: sj.Mixture((sj.Random(4), sj.Dense(4), sj.DotProduct()), weights="sigmoid"),
             r"'sigmoid' weighs two parts, got 3",
         ),
-        (lambda: sj.Mixture((sj.Random(4), sj.DotProduct()), share_query=True), r"share_query: expected one DotProduct"),
+        (
+            lambda: sj.Mixture((sj.Random(4), sj.DotProduct()), share_query=True),
+            r"share_query: expected one DotProduct",
+        ),
         (
             lambda: sj.Mixture((sj.Dense(4, rank=3), sj.DotProduct()), share_query=True).params(DIMS),
             r"share_query: expected Dense of rank head_dim = 4, got rank=3",
