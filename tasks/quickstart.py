@@ -2,10 +2,10 @@
 
 quickstart_span_corruption   T5's pretraining objective.
 quickstart_negation          One sentence: does it deny something?
-                             inputs "negation: the value of the object is not returned"
+                             inputs "negation the value of the object is not returned"
 quickstart_number            A pair: is the word of the second in the first, but in the other number?
-                             inputs "number: the value of the object is returned word: objects"
-quickstart_finetune          A mixture of the last two, half and half.
+                             inputs "number the value of the object is returned: objects"
+quickstart_finetune          A mixture of the last two, one to three: the second takes longer to learn.
 
 The first is answered by what words there are. The second needs a comparison: which of the words counts depends on the
 other part, which stands at no fixed place, and false examples ask for words as frequent as the true ones do. (Asking for
@@ -77,7 +77,7 @@ def _alternating(split: str, name: str, make: Callable[[random.Random, list[list
     draw = random.Random(f"{name} {split}")
     texts = _texts(split)
     labels = [LABELS[index % 2] for index in range(EXAMPLES[split])]
-    return [{"inputs": f"{name}: {make(draw, texts, label == 'true')}", "targets": label} for label in labels]
+    return [{"inputs": f"{name} {make(draw, texts, label == 'true')}", "targets": label} for label in labels]
 
 
 @functools.lru_cache(maxsize=None)
@@ -106,7 +106,7 @@ def _number(draw: random.Random, texts: list[list[str]], label: bool) -> str:
     word = draw.choice(asked(words))
     while not label and (word in words or other[word] in words):
         word = draw.choice(asked(_sentence(draw, texts, asked)))
-    return f"{' '.join(words)} word: {word}"
+    return f"{' '.join(words)}: {word}"
 
 
 def _sentence(draw: random.Random, texts: list[list[str]], good: Callable[[list[str]], object]) -> list[str]:
@@ -160,4 +160,4 @@ for _name, _examples in (("quickstart_negation", negation_examples), ("quickstar
         metric_fns=[metrics.accuracy],
     )
 
-seqio.MixtureRegistry.add("quickstart_finetune", ["quickstart_negation", "quickstart_number"], default_rate=1.0)
+seqio.MixtureRegistry.add("quickstart_finetune", [("quickstart_negation", 1), ("quickstart_number", 3)])

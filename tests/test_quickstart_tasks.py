@@ -147,11 +147,11 @@ def test_labels_are_right(examples):
         paragraphs = [p for topic in quickstart_text.corpus()[split].values() for p in topic]
         text = "\n".join(f" {' '.join(quickstart._words(paragraph))} " for paragraph in paragraphs)
         for inputs, target in examples["quickstart_negation", split]:
-            words = inputs.removeprefix("negation: ").split()
+            words = inputs.removeprefix("negation ").split()
             assert f" {' '.join(words)} " in text and 8 <= len(words) <= 12
             assert any(word in quickstart.NEGATIONS for word in words) == (target == "true")
         for inputs, target in examples["quickstart_number", split]:
-            sentence, word = re.fullmatch(r"number: (.*) word: (\w+)", inputs).groups()
+            sentence, word = re.fullmatch(r"number (.*): (\w+)", inputs).groups()
             assert f" {sentence} " in text and word not in sentence.split()
             assert (other[word] in sentence.split()) == (target == "true")
 
@@ -159,7 +159,7 @@ def test_labels_are_right(examples):
 def test_the_word_alone_and_the_sentence_alone_do_not_tell_the_answer(examples):
     """A guess by the word that is asked for, or by each word of the sentence, is hardly better than chance."""
     found = [
-        (re.fullmatch(r"number: (.*) word: (\w+)", inputs).groups(), target == "true")
+        (re.fullmatch(r"number (.*): (\w+)", inputs).groups(), target == "true")
         for inputs, target in examples["quickstart_number", "train"]
     ]
     by_word = collections.defaultdict(list)
