@@ -34,8 +34,10 @@ def sources():
 def imports(path, inside_functions=False):
     """(module, line) of each import statement; relative ones don't occur here."""
     tree = ast.parse(path.read_text())
-    nodes = ast.walk(tree) if not inside_functions else (
-        node for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for node in ast.walk(f)
+    nodes = (
+        ast.walk(tree)
+        if not inside_functions
+        else (node for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for node in ast.walk(f))
     )
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -83,12 +85,16 @@ def test_gin_is_imported_by_the_launcher_alone():
 
 def test_tasks_never_import_synthesizer_jax():
     for path in (ROOT / "tasks").glob("*.py"):
-        ours = [n for n, _ in imports(path) if n.startswith("synthesizer_jax") and not n.startswith("synthesizer_jax.tasks")]
+        ours = [
+            n for n, _ in imports(path) if n.startswith("synthesizer_jax") and not n.startswith("synthesizer_jax.tasks")
+        ]
         assert not ours, path
 
 
 def test_importing_the_package_is_light():
     code = "import sys, synthesizer_jax; print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
     assert {"synthesizer_jax", "jax", "flax"} <= loaded
     assert not loaded & {"tensorflow", "seqio", "t5", "gin", "clu", "tensorflow_datasets", "matplotlib"}

@@ -36,7 +36,9 @@ def draw_maps(
     picture = figure.Figure(figsize=(1.25 * across + 1.2, 1.5 * len(rows) + 1.2), dpi=110)
     axes = picture.subplots(len(rows), across, squeeze=False)
     for line, (label, blocks) in zip(axes, rows.items(), strict=True):
-        maps = [(column, head, block[head]) for column, block in zip(columns, blocks, strict=True) for head in range(heads)]
+        maps = [
+            (column, head, block[head]) for column, block in zip(columns, blocks, strict=True) for head in range(heads)
+        ]
         for axis, (column, head, weights) in zip(line, maps, strict=True):
             axis.imshow(weights, vmin=0, vmax=weights.max(), cmap="viridis", interpolation="nearest")
             axis.set_title(f"{column}, head {head + 1}\nmax {weights.max():.2f}", fontsize=7)

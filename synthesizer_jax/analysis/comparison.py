@@ -62,20 +62,18 @@ def compare(
     """Pretrains and fine-tunes `model` with each attention, and writes what comes out.
 
     model: the configuration, whose attention is replaced. attentions: the paper's letters, such as ("V", "R", "R+V").
-    max_length: n of the synthetic parts. The tasks are seqio tasks or mixtures; fine-tuning does not pack. Runs that are
-    complete in model_dir are not repeated.
+    max_length: n of the synthetic parts. The tasks are seqio tasks or mixtures; fine-tuning does not pack. Runs that
+    are complete in model_dir are not repeated.
 
-    Writes comparison.md, comparison.json and attention.png (the first encoder layer's heads, at initialisation and after
-    both stages) into model_dir; returns the rows.
+    Writes comparison.md, comparison.json and attention.png (the first encoder layer's heads, at initialisation and
+    after both stages) into model_dir; returns the rows.
     """
     if not attentions:
         raise ValueError('attentions: expected at least one of the paper\'s letters, such as ("V", "R"), got none')
     pretraining = Stage(
         pretraining_task, pretraining_feature_lengths, pretraining_steps, pretraining_optimizer, pack=True
     )
-    finetuning = Stage(
-        finetuning_task, finetuning_feature_lengths, finetuning_steps, finetuning_optimizer, pack=False
-    )
+    finetuning = Stage(finetuning_task, finetuning_feature_lengths, finetuning_steps, finetuning_optimizer, pack=False)
     folder = epath.Path(model_dir)
     start = time.monotonic()
     rows, maps = [], {}
@@ -145,12 +143,11 @@ class _Run:
 
     def maps(self, finetuning: Stage) -> tuple[list[np.ndarray], tuple[str, ...]]:
         """The first encoder layer's maps before and after, and the tokens of the example that they are of."""
-        batch, _ = next(
-            iter(data.eval_batches(finetuning.mixture_or_task_name, finetuning.task_feature_lengths, 1, split="validation"))
-        )
+        task = finetuning.mixture_or_task_name
+        batch, _ = next(iter(data.eval_batches(task, finetuning.task_feature_lengths, 1, split="validation")))
         tokens = batch["encoder_input_tokens"]
         tokens = tokens[:, : int((tokens > 0).sum())]
-        vocabulary = data.output_vocabulary(finetuning.mixture_or_task_name, "inputs")
+        vocabulary = data.output_vocabulary(task, "inputs")
         words = tuple(vocabulary.tokenizer.id_to_piece(int(token)) for token in tokens[0])
         before = parameters.init(self.config, jax.random.key(self.seed))
         _, *after = checkpoint.restore_params(str(self.folder / "finetuning"))

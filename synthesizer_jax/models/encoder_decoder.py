@@ -1,8 +1,8 @@
 """The T5 encoder-decoder, v1.0 and v1.1, over exchangeable self-attention.
 
-Raffel et al. 2020 for the architecture; Tay et al. 2021 for the self-attention. T5 differs from the original Transformer
-in pre-norm RMSNorm, no biases, a relative position bias per stack in place of added positions, and no 1/sqrt(d) on the
-scores. v1.1 has gated-GELU MLPs and a softmax of its own.
+Raffel et al. 2020 for the architecture; Tay et al. 2021 for the self-attention. T5 differs from the original
+Transformer in pre-norm RMSNorm, no biases, a relative position bias per stack in place of added positions, and no
+1/sqrt(d) on the scores. v1.1 has gated-GELU MLPs and a softmax of its own.
 """
 
 import jax
@@ -12,10 +12,13 @@ from jaxtyping import Array, Float, Int
 
 from synthesizer_jax.axes import EMBED, VOCAB, Param, contract, fan_in
 from synthesizer_jax.models.config import EncoderDecoderConfig
-from synthesizer_jax.models.transformer import Context, DecoderLayer, EncoderLayer, Stack
+from synthesizer_jax.models.transformer import (
+    Context,
+    DecoderLayer,
+    EncoderLayer,
+    Stack,
+)
 from synthesizer_jax.nn.layers import Embedding, variable
-
-Tokens = Int[Array, "b q"]
 
 
 class EncoderDecoder(nnx.Module):

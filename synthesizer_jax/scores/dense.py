@@ -6,8 +6,25 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.axes import EMBED, HEADS, RANK, SYNTH_KEY, Param, contract, fan_in, zeros
-from synthesizer_jax.scores.base import Dims, Scores, Synthetic, check_positive, from_zero, project, take_positions
+from synthesizer_jax.axes import (
+    EMBED,
+    HEADS,
+    RANK,
+    SYNTH_KEY,
+    Param,
+    contract,
+    fan_in,
+    zeros,
+)
+from synthesizer_jax.scores.base import (
+    Dims,
+    Scores,
+    Synthetic,
+    check_positive,
+    from_zero,
+    project,
+    take_positions,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +71,9 @@ class Dense(Synthetic):
         if self.bias:
             b2 = take_positions(params["b2"].astype(jnp.float32), k_positions, k_length, axis=-1)  # [h, (b,) k]
             bias = jnp.moveaxis(b2, 0, -2)[..., None, :]  # [(b,) h, 1, k]
-        return Scores(hidden, key if key.ndim == 4 else key[None], bias if bias is None or bias.ndim == 4 else bias[None])
+        return Scores(
+            hidden, key if key.ndim == 4 else key[None], bias if bias is None or bias.ndim == 4 else bias[None]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +119,16 @@ class FactorizedDense(Synthetic):
         hidden = ("",) if self.shared_hidden else ("a", "b")
         w1 = {f"w{x}1": Param((dims.features, h, r), (EMBED, HEADS, RANK), fan_in(dims.features)) for x in hidden}
         b1 = {f"b{x}1": Param((h, r), (HEADS, RANK), zeros) for x in hidden}
-        return w1 | b1 | {
-            "wa": Param((h, r, a), (HEADS, RANK, None), fan_in(r)),
-            "ba": Param((h, a), (HEADS, None), zeros),
-            "wb": Param((h, r, b), (HEADS, RANK, None), fan_in(r)),
-            "bb": Param((h, b), (HEADS, None), zeros),
-        }
+        return (
+            w1
+            | b1
+            | {
+                "wa": Param((h, r, a), (HEADS, RANK, None), fan_in(r)),
+                "ba": Param((h, a), (HEADS, None), zeros),
+                "wb": Param((h, r, b), (HEADS, RANK, None), fan_in(r)),
+                "bb": Param((h, b), (HEADS, None), zeros),
+            }
+        )
 
     def score(self, params, x_q, keys, k_length, q_positions=None, k_positions=None):
         self.check_lengths(x_q.shape[1], k_length, q_positions, k_positions)

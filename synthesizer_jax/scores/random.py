@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.axes import HEADS, RANK, SYNTH_KEY, SYNTH_QUERY, Param, normal
-from synthesizer_jax.scores.base import Dims, Scores, Synthetic, check_positive, from_zero, take_positions
+from synthesizer_jax.scores.base import (
+    Dims,
+    Scores,
+    Synthetic,
+    check_positive,
+    from_zero,
+    take_positions,
+)
 
 
 @dataclasses.dataclass(frozen=True)
