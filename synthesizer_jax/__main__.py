@@ -23,10 +23,10 @@ except ModuleNotFoundError as missing:
 EXAMPLES = """
 examples:
   pretrain a tiny model on the built-in text; fine-tune and evaluate as the head comments of runs/*.gin show:
-    python -m synthesizer_jax train --gin_file=runs/quickstart.gin --gin.MODEL_DIR='"/tmp/my_run"'
+    python -m synthesizer_jax train --gin_file=runs/quickstart.gin --gin.MODEL_DIR='"runs/my_run"'
   a model x an attention x a run, composed:
     python -m synthesizer_jax train --gin_file=models/t5_small.gin --gin_file=attention/R+V.gin \\
-        --gin_file=runs/pretrain.gin --gin.MODEL_DIR='"/tmp/my_run"' --gin.MIXTURE_OR_TASK_NAME='"my_task"' \\
+        --gin_file=runs/pretrain.gin --gin.MODEL_DIR='"runs/my_run"' --gin.MIXTURE_OR_TASK_NAME='"my_task"' \\
         --gin.MIXTURE_OR_TASK_MODULE='"my_tasks"' --gin.TASK_FEATURE_LENGTHS='{"inputs": 512, "targets": 114}' \\
         --gin.BATCH_SIZE=128 --gin.TRAIN_STEPS=10000
   see what would run, and what is missing:

@@ -43,7 +43,7 @@ COMMANDS = {
 
 # The macros that the shipped files refer to: name -> (an example, what it is).
 MACROS = {
-    "MODEL_DIR": ('"/tmp/my_run"', "folder of the run: checkpoints, logs, results"),
+    "MODEL_DIR": ('"runs/my_run"', "folder of the run: checkpoints, logs, results"),
     "MIXTURE_OR_TASK_NAME": ('"quickstart_span_corruption"', "a seqio task or mixture"),
     "MIXTURE_OR_TASK_MODULE": ('"synthesizer_jax.tasks.quickstart"', "the module that registers it"),
     "TASK_FEATURE_LENGTHS": ('{"inputs": 512, "targets": 114}', "tokens of each feature"),
@@ -51,10 +51,10 @@ MACROS = {
     "BATCH_SIZE": ("128", "sequences in a batch, over all devices"),
     "ATTENTION": ('"R+V"', "self-attention: V R fixedR FR D FD or a sum of them"),
     "MAX_LENGTH": ("512", "n, the longest sequence that R, FR, D and FD take"),
-    "INITIAL_CHECKPOINT_PATH": ('"/tmp/pretrained"', "parameters to start from: a checkpoint or a MODEL_DIR"),
-    "CHECKPOINT_PATH": ('"/tmp/my_run"', "a checkpoint, or a MODEL_DIR for its latest"),
-    "OUTPUT_DIR": ('"/tmp/my_results"', "where results go, if not into the MODEL_DIR"),
-    "INPUT_FILE": ('"/tmp/inputs.txt"', "a text file with one input a line"),
+    "INITIAL_CHECKPOINT_PATH": ('"runs/pretrained"', "parameters to start from: a checkpoint or a MODEL_DIR"),
+    "CHECKPOINT_PATH": ('"runs/my_run"', "a checkpoint, or a MODEL_DIR for its latest"),
+    "OUTPUT_DIR": ('"runs/my_results"', "where results go, if not into the MODEL_DIR"),
+    "INPUT_FILE": ('"inputs.txt"', "a text file with one input a line"),
     "SPLIT": ('"validation"', "a split of the task"),
     "DROPOUT_RATE": ("0.1", "0 <= rate < 1"),
     "LEARNING_RATE": ("0.001", "the rate, or the scale of a schedule"),

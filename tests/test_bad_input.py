@@ -48,7 +48,7 @@ TRAINING = {
         {"ATTENTION": "R+V"},
         """R+V is not a gin value; a string is written in quotes: --gin.ATTENTION='"R+V"'""",
     ),
-    "unquoted path": ({"MODEL_DIR": "/tmp/x"}, """a string is written in quotes: --gin.MODEL_DIR='"/tmp/x"'"""),
+    "unquoted path": ({"MODEL_DIR": "runs/x"}, """a string is written in quotes: --gin.MODEL_DIR='"runs/x"'"""),
     "lost quotes in a dictionary": (
         {"TASK_FEATURE_LENGTHS": "{inputs: 64}"},
         """as in --gin.TASK_FEATURE_LENGTHS='{"inputs": 512, "targets": 114}'""",

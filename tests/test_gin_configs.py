@@ -15,7 +15,7 @@ MODELS, ATTENTIONS, RUNS, EXPERIMENTS = (
     for folder in ("models", "attention", "runs", "experiments")
 )
 INCLUDED = ("models/options.gin", "runs/options.gin")  # parts of other files
-GIVEN = ('MODEL_DIR="/tmp/run"', 'MIXTURE_OR_TASK_NAME="a_task"', 'TASK_FEATURE_LENGTHS={"inputs": 64, "targets": 16}',
+GIVEN = ('MODEL_DIR="runs/run"', 'MIXTURE_OR_TASK_NAME="a_task"', 'TASK_FEATURE_LENGTHS={"inputs": 64, "targets": 16}',
          "BATCH_SIZE=8", "TRAIN_STEPS=10")  # fmt: skip
 MILLION = {"M": 1e6, "B": 1e9}
 
@@ -99,7 +99,7 @@ def test_an_attention_is_named_by_its_notation(name):
 
 def recipe(name):
     """(command, files, flags) that `name` is part of."""
-    checkpoint = 'CHECKPOINT_PATH="/tmp/x"'
+    checkpoint = 'CHECKPOINT_PATH="runs/x"'
     match name.split("/"):
         case ["models", _]:
             return "train", [name, "runs/pretrain.gin"], GIVEN

@@ -16,7 +16,7 @@ from synthesizer_jax.training.optimizer import Adafactor, Constant, InverseSqrt
 
 PRETRAIN = ("models/t5_tiny.gin", "attention/R+V.gin", "runs/pretrain.gin")
 GIVEN = (
-    'MODEL_DIR="/tmp/run"',
+    'MODEL_DIR="runs/run"',
     'MIXTURE_OR_TASK_NAME="quickstart_span_corruption"',
     'MIXTURE_OR_TASK_MODULE="synthesizer_jax.tasks.quickstart"',
     'TASK_FEATURE_LENGTHS={"inputs": 64, "targets": 32}',
@@ -42,7 +42,7 @@ def test_the_arguments_of_a_command():
     assert arguments["model"] == sj.t5_tiny("R+V")
     assert arguments["optimizer"] == Adafactor(learning_rate=InverseSqrt())
     assert arguments["task_feature_lengths"] == {"inputs": 64, "targets": 32}
-    assert (arguments["batch_size"], arguments["train_steps"], arguments["model_dir"]) == (8, 10, "/tmp/run")
+    assert (arguments["batch_size"], arguments["train_steps"], arguments["model_dir"]) == (8, 10, "runs/run")
     assert plan().task_modules == ("synthesizer_jax.tasks.quickstart",)
 
 
@@ -78,8 +78,8 @@ def test_finetuning_asks_for_a_checkpoint():
     files = ("models/t5_1_1_tiny.gin", "runs/finetune.gin")
     with pytest.raises(ValueError, match="missing: INITIAL_CHECKPOINT_PATH"):
         plan(files=files)
-    arguments = plan('INITIAL_CHECKPOINT_PATH="/tmp/x"', "LEARNING_RATE=0.01", files=files).arguments
-    assert arguments["initial_checkpoint_path"] == "/tmp/x"
+    arguments = plan('INITIAL_CHECKPOINT_PATH="runs/x"', "LEARNING_RATE=0.01", files=files).arguments
+    assert arguments["initial_checkpoint_path"] == "runs/x"
     assert arguments["optimizer"] == Adafactor(learning_rate=Constant(0.01))
 
 
@@ -152,7 +152,7 @@ def test_all_missing_macros_at_once_with_an_example_of_each():
         launch.make_plan("train", PRETRAIN, ["BATCH_SIZE=8"])
     text = str(caught.value)
     for example in (
-        "--gin.MODEL_DIR='\"/tmp/my_run\"'",
+        "--gin.MODEL_DIR='\"runs/my_run\"'",
         "--gin.MIXTURE_OR_TASK_NAME='\"quickstart_span_corruption\"'",
         '--gin.TASK_FEATURE_LENGTHS=\'{"inputs": 512, "targets": 114}\'',
         "--gin.TRAIN_STEPS='10000'",

@@ -17,7 +17,7 @@ OURS = "python -m synthesizer_jax "
 
 def run(command, folder, *more):
     """The command in this process, its files in `folder`."""
-    assert main([*shlex.split(command.replace("/tmp/", f"{folder}/"))[3:], *more]) == 0
+    assert main([*shlex.split(command.replace('"runs/', f'"{folder}/'))[3:], *more]) == 0
 
 
 def test_every_command_is_known_here():
