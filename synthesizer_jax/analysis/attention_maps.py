@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 from matplotlib import figure
@@ -18,7 +19,7 @@ def encoder_maps(
     """The encoder's self-attention weights [h, q, k] in a layer (-1: the last) for one sequence of tokens [1, q]."""
     if not -config.encoder_layers <= layer < config.encoder_layers:
         raise ValueError(f"layer: the encoder has {config.encoder_layers} layers, got {layer}")
-    start = np.zeros((1, 1), np.int32)
+    tokens, start = jnp.asarray(tokens), jnp.zeros((1, 1), jnp.int32)
     weights = jax.jit(lambda t, f: parameters.bind(config, t, f).attention_weights(tokens, start)[0])(trained, fixed)
     return np.asarray(weights[layer, 0])
 
