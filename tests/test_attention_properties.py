@@ -211,6 +211,22 @@ def test_cross_attention_is_refused_by_name_or_works(spec):
             trace()
 
 
+@parametrize_variants
+def test_segments_without_positions_are_refused_where_scores_are_indexed_by_them(spec):
+    """Else a packed row would silently be indexed by slot."""
+
+    def trace():
+        x = jax.ShapeDtypeStruct((1, 4, FEATURES), jnp.float32)
+        segments = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+        return jax.eval_shape(lambda x, segments: make_layer(spec)(x, q_segments=segments), x, segments)
+
+    if spec.longest() is None:
+        assert trace().shape == (1, 4, FEATURES)
+    else:
+        with pytest.raises(ValueError, match="q_positions: expected the positions within the segments"):
+            trace()
+
+
 @pytest.mark.parametrize("name", ["R", "R+V"])
 def test_layer_dropout(name):
     """The key decides: the same key draws the same, another key otherwise, no key nothing."""

@@ -271,6 +271,11 @@ def test_wrong_inputs_are_refused():
             abstract_logits(config, *lengths)
     with pytest.raises(ValueError, match=r"encoder_segment_ids, decoder_segment_ids: expected both or neither"):
         abstract_logits(config, 4, 4, encoder_segment_ids=jnp.ones((2, 4), jnp.int32))
+    one = jnp.ones((2, 4), jnp.int32)
+    with pytest.raises(ValueError, match="encoder_positions and decoder_positions: expected beside segment ids"):
+        abstract_logits(config, 4, 4, encoder_segment_ids=one, decoder_segment_ids=one)
+    with pytest.raises(ValueError, match="^decoder_positions: expected beside segment ids"):
+        abstract_logits(config, 4, 4, encoder_segment_ids=one, decoder_segment_ids=one, encoder_positions=one)
 
     def cache():
         trained, fixed = parameters.init(config, jax.random.key(0))

@@ -57,6 +57,13 @@ class EncoderDecoder(nnx.Module):
             raise ValueError(
                 "encoder_segment_ids, decoder_segment_ids: expected both or neither; a packed batch has both"
             )
+        positions = {"encoder_positions": encoder_positions, "decoder_positions": decoder_positions}
+        missing = [name for name, value in positions.items() if value is None]
+        if encoder_segment_ids is not None and missing:
+            raise ValueError(
+                f"{' and '.join(missing)}: expected beside segment ids, the positions within each segment from 0; "
+                "seqio's packing gives them"
+            )
         encoder_key, decoder_key = [None, None] if dropout_key is None else jax.random.split(dropout_key)
         context = self._decoder_context(
             encoder_input_tokens,

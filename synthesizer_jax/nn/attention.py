@@ -162,6 +162,11 @@ class Attention(nnx.Module):
         return self._merge_heads(attend(scores, cache["value"], key_mask=key_mask))
 
     def _keys_of(self, x, x_kv, q_segments, k_segments, q_positions, k_positions):
+        if q_segments is not None and q_positions is None and self.spec.longest() is not None:
+            raise ValueError(
+                f"q_positions: expected the positions within the segments, from 0, beside q_segments: "
+                f"{type(self.spec).__name__} scores are indexed by them; give jnp.arange(length) to index by slot"
+            )
         if x_kv is None or x_kv is x:
             k_segments = q_segments if k_segments is None else k_segments
             k_positions = q_positions if k_positions is None else k_positions
