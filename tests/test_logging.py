@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from clu import metric_writers
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -44,6 +45,8 @@ def test_scalars_reach_tensorboard_and_json(tmp_path):
 
 
 def test_a_restart_tells_no_step_twice(tmp_path):
+    for number in range(11):  # writers elsewhere in the process, so that file names do not sort by chance
+        metric_writers.SummaryWriter(str(tmp_path / str(number))).close()
     write(tmp_path, 0, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # killed in the middle of a line

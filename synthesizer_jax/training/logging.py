@@ -80,9 +80,20 @@ def _drop_lines_after(path, step):
 
 
 def _mark_restart(folder, step):
+    """Marks a beginning. TensorBoard hides what the files before the mark hold after `step`, but for the first mark."""
+    again = any(epath.Path(folder).glob("events.out.tfevents.*"))
+    # TensorBoard reads files in the order of the second in their names; within one second the order is arbitrary.
+    if again:
+        _wait_for_next_second()
     writer = EventFileWriter(folder)
     writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
     writer.close()
+    if again:
+        _wait_for_next_second()
+
+
+def _wait_for_next_second():
+    time.sleep(1 - time.time() % 1)
 
 
 class NotFinite(FloatingPointError):
