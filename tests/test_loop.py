@@ -110,6 +110,20 @@ def test_more_steps_go_on_exactly(trained, tmp_path, capfd):
         train(**arguments(tmp_path, train_steps=3))
 
 
+def test_a_run_stopped_in_an_evaluation_makes_it_again(tmp_path, monkeypatch):
+    periods = {"checkpoint_period": 2, "eval_period": 2}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(data, "eval_batches", interrupted)
+        train(**arguments(tmp_path, **periods))
+    train(**arguments(tmp_path, **periods))
+    assert [entry["step"] for entry in entries(tmp_path, "training_eval", TASK)] == [2, 4]
+    assert [entry["step"] for entry in entries(tmp_path, "train")] == [1, 2, 3, 4]
+
+
+def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
 def test_coarser_logs_hold_the_same_steps(trained, tmp_path):
     folder, _ = trained
     train(**arguments(tmp_path, log_period=2, eval_period=None))
@@ -236,11 +250,15 @@ def start(cache, *folders):
     return subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
 
 
+def finish(process):
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+
+
 def test_a_run_killed_at_random_steps_ends_as_one_that_was_not(tmp_path, compile_once):
     rng = np.random.default_rng()  # other steps each time the tests run
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    with start(compile_once, whole) as process:
-        assert process.wait(300) == 0, process.stderr.read()
+    finish(start(compile_once, whole))
     steps = np.sort(rng.integers(2, 30, 2))
     for step in steps:
         with start(compile_once, killed) as process:
@@ -248,9 +266,7 @@ def test_a_run_killed_at_random_steps_ends_as_one_that_was_not(tmp_path, compile
                 time.sleep(0.005)
             time.sleep(rng.uniform(0, 0.05))
             process.send_signal(signal.SIGKILL)
-    with start(compile_once, killed) as process:
-        assert process.wait(300) == 0, process.stderr.read()
-
+    finish(start(compile_once, killed))
     assert entries(killed, "train") == entries(whole, "train"), f"killed at {steps}"
     assert [entry["step"] for entry in entries(whole, "train")] == list(range(1, 31))
     assert entries(killed, "training_eval", TASK) == entries(whole, "training_eval", TASK)

@@ -1,5 +1,6 @@
 """Pictures of attention weights (Synthesizer section 5: patterns before and after training)."""
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -19,9 +20,14 @@ def encoder_maps(
     """The encoder's self-attention weights [h, q, k] in a layer (-1: the last) for one sequence of tokens [1, q]."""
     if not -config.encoder_layers <= layer < config.encoder_layers:
         raise ValueError(f"layer: the encoder has {config.encoder_layers} layers, got {layer}")
-    tokens, start = jnp.asarray(tokens), jnp.zeros((1, 1), jnp.int32)
-    weights = jax.jit(lambda t, f: parameters.bind(config, t, f).attention_weights(tokens, start)[0])(trained, fixed)
+    weights = _encoder_weights(config, trained, fixed, jnp.asarray(tokens))
     return np.asarray(weights[layer, 0])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encoder_weights(config, trained, fixed, tokens):
+    start = jnp.zeros((1, 1), jnp.int32)
+    return parameters.bind(config, trained, fixed).attention_weights(tokens, start)[0]
 
 
 def draw_maps(

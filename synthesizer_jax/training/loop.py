@@ -136,15 +136,15 @@ class _Run:
             def due(period, last=step == train_steps, step=step):
                 return period is not None and (last or step % period == 0)
 
-            # A log entry ends at each checkpoint, so that a resumed run makes the entries of one that never stopped,
-            # and nothing that is not finite is ever saved.
+            # A log entry ends at each checkpoint, and all that belongs to a step is told before it is saved. So a
+            # resumed run tells what one that never stopped would have, and nothing that is not finite is ever saved.
             if due(self.log_period) or due(self.checkpoint_period):
                 metrics = self.log.flush()
-            if due(self.checkpoint_period):
-                self._save(step, state)
-                self.log.restart_clock()
             if due(self.eval_period):
                 evaluations = self.evaluation(state, step)
+                self.log.restart_clock()
+            if due(self.checkpoint_period):
+                self._save(step, state)
                 self.log.restart_clock()
         return TrainResult(step, metrics, evaluations, f"{model_dir}/{checkpoint.PREFIX}_{step}", state)
 
