@@ -73,11 +73,17 @@ def number_examples(split: str) -> list[Example]:
 
 
 def _alternating(split: str, name: str, make: Callable[[random.Random, list[list[str]], bool], str]) -> list[Example]:
-    """As many true examples as false ones."""
+    """As many true examples as false ones; none for training that stands in validation, as stock phrases would."""
+    held_out = {e["inputs"] for e in _alternating("validation", name, make)} if split == "train" else set()
     draw = random.Random(f"{name} {split}")
     texts = _texts(split)
-    labels = [LABELS[index % 2] for index in range(EXAMPLES[split])]
-    return [{"inputs": f"{name} {make(draw, texts, label == 'true')}", "targets": label} for label in labels]
+    examples = []
+    while len(examples) < EXAMPLES[split]:
+        label = LABELS[len(examples) % 2]
+        inputs = f"{name} {make(draw, texts, label == 'true')}"
+        if inputs not in held_out:
+            examples.append({"inputs": inputs, "targets": label})
+    return examples
 
 
 @functools.lru_cache(maxsize=None)

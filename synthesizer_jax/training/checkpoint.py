@@ -60,6 +60,7 @@ class CheckpointWriter:
             MODEL: ocp.args.JsonSave(json.loads(to_json(config))),
             RUN: ocp.args.JsonSave(dict(run)),
         }
+        self._manager.wait_until_finished()  # Orbax would wait as well; until then it may still fill the trash
         self._empty_trash()
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
