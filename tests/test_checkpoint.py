@@ -141,6 +141,22 @@ def test_what_is_deleted_leaves_by_a_rename(tmp_path, monkeypatch):
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_2"]
 
 
+def test_the_trash_is_emptied_while_nothing_is_written(tmp_path, monkeypatch):
+    """Orbax moves old checkpoints there from its own thread."""
+    writing, empty = [], CheckpointWriter._empty_trash
+    monkeypatch.setattr(
+        CheckpointWriter,
+        "_empty_trash",
+        lambda self: (writing.append(self._manager.is_saving_in_progress()), empty(self)),
+    )
+    with CheckpointWriter(str(tmp_path), keep=1) as writer:
+        for step in range(4):
+            writer.save(step, {"x": jnp.full(4_000_000, float(step))}, CONFIG, RUN)
+            writing.append(None)
+            assert writer._manager.is_saving_in_progress()
+    assert writing == [False, False, None, False, None, False, None, False, None, False]
+
+
 def test_what_a_killed_run_left_unfinished_is_removed(tmp_path):
     (tmp_path / "checkpoint_5.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     with CheckpointWriter(str(tmp_path)) as writer:
