@@ -9,7 +9,13 @@ model = sj.EncoderDecoder(sj.t5_base(attention="R+V"), rngs=nnx.Rngs(0))
 
 __version__ = "0.1.0"
 
-# Attention scores: the zoo, and the paper's letters for it.
+# What mixes tokens: attention over any scores, and its rivals; the paper's letters for all of them.
+from synthesizer_jax.mixers import Mixer as Mixer
+from synthesizer_jax.mixers import MultiHead as MultiHead
+from synthesizer_jax.mixers import Sparse as Sparse
+from synthesizer_jax.mixers import synthesizer as synthesizer
+
+# Attention scores.
 from synthesizer_jax.scores import Dense as Dense
 from synthesizer_jax.scores import Dims as Dims
 from synthesizer_jax.scores import DotProduct as DotProduct
@@ -20,7 +26,6 @@ from synthesizer_jax.scores import Random as Random
 from synthesizer_jax.scores import RelativePositionBias as RelativePositionBias
 from synthesizer_jax.scores import Scores as Scores
 from synthesizer_jax.scores import Spec as Spec
-from synthesizer_jax.scores import synthesizer as synthesizer
 
 # Declared parameters and logical axes.
 from synthesizer_jax.axes import Param as Param

@@ -21,7 +21,7 @@ import gin
 from etils import epath
 from gin import config_parser
 
-from synthesizer_jax import models, scores, sharding
+from synthesizer_jax import mixers, models, scores, sharding
 from synthesizer_jax.configuration import Binding, Macro, Program, Reference, did_you_mean, near
 from synthesizer_jax.training import optimizer
 
@@ -78,6 +78,8 @@ _SPECS = (
     scores.FactorizedDense,
     scores.Mixture,
     scores.RelativePositionBias,
+    mixers.MultiHead,
+    mixers.Sparse,
 )
 _PRESETS = (
     models.t5_tiny,
@@ -289,7 +291,7 @@ class _Registry:
             return None
 
     def names(self) -> Iterable[str]:
-        return [f.__name__ for f in (model, scores.synthesizer, *_SPECS, *_PRESETS, *_SETTINGS)] + list(COMMANDS)
+        return [f.__name__ for f in (model, mixers.synthesizer, *_SPECS, *_PRESETS, *_SETTINGS)] + list(COMMANDS)
 
 
 _AS_PRESET = object()  # the default of a field that the preset decides
@@ -302,7 +304,11 @@ def model(preset: Callable[..., models.EncoderDecoderConfig], **fields: Any) -> 
 
 def _model_signature() -> inspect.Signature:
     """Of `model`: all fields by name, so that a misspelt field or a wrong type is found before anything runs."""
-    fields = {"attention": str | scores.Spec, "max_length": int, **get_type_hints(models.EncoderDecoderConfig)}
+    fields = {
+        "attention": str | scores.Spec | mixers.Mixer,
+        "max_length": int,
+        **get_type_hints(models.EncoderDecoderConfig),
+    }
     keyword = inspect.Parameter.KEYWORD_ONLY
     preset = inspect.Parameter("preset", keyword, annotation=Callable[..., models.EncoderDecoderConfig])
     return inspect.Signature(
@@ -332,5 +338,5 @@ def _register(command: str) -> None:
     gin.external_configurable(arguments, name=command, module="synthesizer_jax")
 
 
-for _configurable in (model, scores.synthesizer, *_SPECS, *_PRESETS, *_SETTINGS):
+for _configurable in (model, mixers.synthesizer, *_SPECS, *_PRESETS, *_SETTINGS):
     gin.external_configurable(_configurable, module="synthesizer_jax")

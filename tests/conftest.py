@@ -16,7 +16,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 with install_import_hook(
-    ["synthesizer_jax.scores", "synthesizer_jax.ops", "synthesizer_jax.nn", "synthesizer_jax.models"],
+    [f"synthesizer_jax.{room}" for room in ("scores", "ops", "mixers", "nn", "models")],
     "beartype.beartype",
 ):
     import synthesizer_jax  # noqa: F401

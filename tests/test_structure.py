@@ -15,6 +15,7 @@ FLOORS = (
     ("annotations", "axes"),
     ("scores",),
     ("ops",),
+    ("mixers",),
     ("nn",),
     ("models",),
     ("sharding", "decoding"),

@@ -14,7 +14,7 @@ from synthesizer_jax import data, evaluation
 from synthesizer_jax.analysis.attention_maps import draw_maps, encoder_maps
 from synthesizer_jax.models import parameters
 from synthesizer_jax.models.config import EncoderDecoderConfig, to_json
-from synthesizer_jax.scores import synthesizer
+from synthesizer_jax.mixers import synthesizer
 from synthesizer_jax.training import checkpoint, loop
 from synthesizer_jax.training.logging import JSON_LINES, read_lines
 from synthesizer_jax.training.optimizer import Adafactor, AdamW

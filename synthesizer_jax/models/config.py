@@ -6,10 +6,11 @@ from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 
-from synthesizer_jax import scores
-from synthesizer_jax.nn.attention import check_rate
+from synthesizer_jax import mixers, scores
+from synthesizer_jax.mixers import Mixer, Sparse, synthesizer
+from synthesizer_jax.nn.attention import as_mixer, check_rate
 from synthesizer_jax.nn.layers import Activation
-from synthesizer_jax.scores import DotProduct, Spec, synthesizer
+from synthesizer_jax.scores import DotProduct, Spec
 from synthesizer_jax.scores.base import check_positive
 
 Remat = Literal["none", "full", "dots"]
@@ -29,13 +30,13 @@ class EncoderDecoderConfig:
     head_dim: int  # d, of self-attention
     encoder_layers: int
     decoder_layers: int
-    encoder_attention: Spec
-    decoder_attention: Spec
+    encoder_attention: Spec | Mixer
+    decoder_attention: Spec | Mixer
     mlp_activation: Activation  # "relu" in T5 v1.0, "gated-gelu" in v1.1
     tied_embedding: bool  # True: logits from the input embedding, scaled by e^-0.5 (v1.0); False: own matrix (v1.1)
     cross_heads: int | None = None  # of cross-attention; None: as self-attention
     cross_head_dim: int | None = None
-    relative_bias: bool = True  # T5's relative position bias, one table per stack, none in cross-attention
+    relative_bias: bool = True  # T5's relative position bias, one table per stack, none in cross-attention; only where the mixer has scores
     relative_buckets: int = 32
     relative_max_distance: int = 128
     dropout_rate: float = 0.1  # of embeddings, sub-layers, attention weights and the MLP's hidden layer
@@ -51,11 +52,8 @@ class EncoderDecoderConfig:
         for name in ("cross_heads", "cross_head_dim"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
-        for name in ("encoder_attention", "decoder_attention"):
-            if not isinstance(getattr(self, name), Spec):
-                raise ValueError(
-                    f'{name}: expected scores such as synthesizer("R+V", max_length=512), got {getattr(self, name)!r}'
-                )
+        check_mixer("encoder_attention", self.encoder_attention, self.encoder_layers, self.scan_layers)
+        check_mixer("decoder_attention", self.decoder_attention, self.decoder_layers, self.scan_layers, causal=True)
         check_rate("dropout_rate", self.dropout_rate)
         _check_choice("mlp_activation", self.mlp_activation, Activation)
         _check_choice("remat", self.remat, Remat)
@@ -73,6 +71,27 @@ class EncoderDecoderConfig:
     @property
     def compute_dtype(self) -> jnp.dtype:
         return jnp.dtype(self.dtype)
+
+
+def check_mixer(name: str, mixer: Any, layers: int, scan: bool, causal: bool = False) -> None:
+    """Refuse what is no mixer, is made for another number of layers, or can't stand in a decoder."""
+    if not isinstance(mixer, Spec | Mixer):
+        raise ValueError(
+            f'{name}: expected scores such as synthesizer("R+V", max_length=512), or a mixer such as '
+            f"MultiHead(DotProduct()), got {mixer!r}"
+        )
+    mixer = as_mixer(mixer)
+    try:
+        different = len({mixer.of_layer(layer, layers) for layer in range(layers)}) > 1
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if different and scan:
+        raise ValueError(
+            f"{name}: {type(mixer).__name__} differs from layer to layer, so that one compiled layer can't serve all; "
+            "set scan_layers=False"
+        )
+    if causal and mixer.decoder_error():
+        raise ValueError(f"{name}: {mixer.decoder_error()}")
 
 
 def _check_choice(name, value, choices, why=""):
@@ -115,67 +134,67 @@ def _v1_1(features, mlp_features, heads, head_dim, layers):
     }
 
 
-def t5_tiny(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+def t5_tiny(attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
     """T5 v1.0 shapes at a size for laptops and tests: 2+2 layers, 128/512, 4 heads."""
     return _t5(attention, max_length, _v1_0(128, 512, 4, 32, 2), overrides)
 
 
-def t5_small(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+def t5_small(attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
     """T5 v1.0 small: 6+6 layers, 512/2048, 8 heads of 64; 60M parameters."""
     return _t5(attention, max_length, _v1_0(512, 2048, 8, 64, 6), overrides)
 
 
-def t5_base(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+def t5_base(attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
     """T5 v1.0 base: 12+12 layers, 768/3072, 12 heads of 64; 223M parameters."""
     return _t5(attention, max_length, _v1_0(768, 3072, 12, 64, 12), overrides)
 
 
-def t5_large(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+def t5_large(attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
     """T5 v1.0 large: 24+24 layers, 1024/4096, 16 heads of 64; 738M parameters."""
     return _t5(attention, max_length, _v1_0(1024, 4096, 16, 64, 24), overrides)
 
 
-def t5_3b(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+def t5_3b(attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
     """T5 v1.0 3B: 24+24 layers, 1024/16384, 32 heads of 128; 2.85B parameters."""
     return _t5(attention, max_length, _v1_0(1024, 16_384, 32, 128, 24), overrides)
 
 
-def t5_11b(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+def t5_11b(attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
     """T5 v1.0 11B: 24+24 layers, 1024/65536, 128 heads of 128; 11.3B parameters."""
     return _t5(attention, max_length, _v1_0(1024, 65_536, 128, 128, 24), overrides)
 
 
-def t5_1_1_tiny(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+def t5_1_1_tiny(attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
     """T5 v1.1 shapes at a size for laptops and tests: 2+2 layers, 128/352, 4 heads."""
     return _t5(attention, max_length, _v1_1(128, 352, 4, 32, 2), overrides)
 
 
-def t5_1_1_small(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+def t5_1_1_small(attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
     """T5 v1.1 small: 8+8 layers, 512/1024, 6 heads of 64; 77M parameters."""
     return _t5(attention, max_length, _v1_1(512, 1024, 6, 64, 8), overrides)
 
 
-def t5_1_1_base(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+def t5_1_1_base(attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
     """T5 v1.1 base: 12+12 layers, 768/2048, 12 heads of 64; 248M parameters."""
     return _t5(attention, max_length, _v1_1(768, 2048, 12, 64, 12), overrides)
 
 
-def t5_1_1_large(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+def t5_1_1_large(attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
     """T5 v1.1 large: 24+24 layers, 1024/2816, 16 heads of 64; 783M parameters."""
     return _t5(attention, max_length, _v1_1(1024, 2816, 16, 64, 24), overrides)
 
 
-def t5_1_1_3b(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+def t5_1_1_3b(attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
     """T5 v1.1 3B (XL): 24+24 layers, 2048/5120, 32 heads of 64; 2.85B parameters."""
     return _t5(attention, max_length, _v1_1(2048, 5120, 32, 64, 24), overrides)
 
 
-def t5_1_1_11b(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+def t5_1_1_11b(attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
     """T5 v1.1 11B (XXL): 24+24 layers, 4096/10240, 64 heads of 64; 11.1B parameters."""
     return _t5(attention, max_length, _v1_1(4096, 10_240, 64, 64, 24), overrides)
 
 
-def paper_c4_base(attention: str | Spec = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
+def paper_c4_base(attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides) -> EncoderDecoderConfig:
     """The paper's C4 set-up, T5 base with N = 512 (Synthesizer section 4.2; 223M to 292M parameters).
 
     The paper's counts come out with 8 heads of 128 in synthetic self-attention, T5's own 12 heads of 64 in
@@ -187,7 +206,7 @@ def paper_c4_base(attention: str | Spec = "V", max_length: int = 512, **override
     return _t5(attention, max_length, sizes, overrides)
 
 
-def paper_mt_base(attention: str | Spec = "V", max_length: int = 256, **overrides) -> EncoderDecoderConfig:
+def paper_mt_base(attention: str | Spec | Mixer = "V", max_length: int = 256, **overrides) -> EncoderDecoderConfig:
     """The paper's translation set-up: 6+6 layers, 512/2048, 8 heads of 64, N = 256 (Synthesizer section 4.1).
 
     The paper does not name its vocabulary; 45,056 rows, tied, give its counts (V and R 67M, R+V 73M). Positions are
@@ -218,7 +237,7 @@ def config_from_json(text: str) -> EncoderDecoderConfig:
 
 
 def _encode(value) -> Any:
-    if isinstance(value, Spec):
+    if isinstance(value, Spec | Mixer | Sparse):
         fields = {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"kind": type(value).__name__} | fields
     return [_encode(part) for part in value] if isinstance(value, tuple) else value
@@ -229,7 +248,7 @@ def _decode(value) -> Any:
         return tuple(_decode(part) for part in value)
     if not isinstance(value, dict):
         return value
-    kind = getattr(scores, value["kind"], None)
-    if not (isinstance(kind, type) and issubclass(kind, Spec)):
+    kind = getattr(scores, value["kind"], getattr(mixers, value["kind"], None))
+    if not (isinstance(kind, type) and issubclass(kind, Spec | Mixer | Sparse)):
         raise ValueError(f"model configuration: unknown kind of scores {value['kind']!r}")
     return kind(**{name: _decode(field) for name, field in value.items() if name != "kind"})

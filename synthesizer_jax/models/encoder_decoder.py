@@ -31,8 +31,8 @@ class EncoderDecoder(nnx.Module):
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.features, rngs=rngs, param_dtype=config.param_dtype)
-        self.encoder = Stack(EncoderLayer, config.encoder_layers, True, config, rngs=rngs)
-        self.decoder = Stack(DecoderLayer, config.decoder_layers, False, config, rngs=rngs)
+        self.encoder = Stack(EncoderLayer, config.encoder_layers, config.encoder_attention, True, config, rngs=rngs)
+        self.decoder = Stack(DecoderLayer, config.decoder_layers, config.decoder_attention, False, config, rngs=rngs)
         if not config.tied_embedding:
             kernel = Param((config.features, config.vocab_size), (EMBED, VOCAB), fan_in(config.features))
             self.lm_head = variable(kernel, rngs, config.param_dtype)
@@ -109,10 +109,11 @@ class EncoderDecoder(nnx.Module):
     def decode_step(self, tokens: Int[Array, "b s"], cache: dict) -> tuple[Float[Array, "b s v"], dict]:
         """Logits [b, s, v] after the next s tokens [b, s] (the very first is 0), and the cache with them."""
         index = cache["index"]
-        k_length = cache["layers"]["self"]["value"].shape[2]
         positions = index + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         context = Context(
-            bias=self.decoder.bias(tokens.shape[1], k_length, positions), encoder_mask=cache["encoder_mask"]
+            bias=self.decoder.cached_bias(tokens.shape[1], cache["layers"], positions),
+            shared=self.decoder.shared_values(),
+            encoder_mask=cache["encoder_mask"],
         )
         x, layers = self.decoder.over_layers(
             lambda layer, x, layer_cache: layer.step(x, layer_cache, context), self._embed(tokens), cache["layers"]
@@ -126,6 +127,7 @@ class EncoderDecoder(nnx.Module):
             segments=segment_ids,
             positions=positions,
             bias=_bias(self.encoder, tokens, segment_ids, positions),
+            shared=self.encoder.shared_values(),
         )
 
     def _decoder_context(
@@ -142,6 +144,7 @@ class EncoderDecoder(nnx.Module):
             segments=decoder_segments,
             positions=decoder_positions,
             bias=_bias(self.decoder, decoder_tokens, decoder_segments, decoder_positions),
+            shared=self.decoder.shared_values(),
             encoded=self.encode(
                 encoder_tokens, segment_ids=encoder_segments, positions=encoder_positions, dropout_key=dropout_key
             ),

@@ -11,9 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from synthesizer_jax.axes import LAYERS
 from synthesizer_jax.models.config import EncoderDecoderConfig
-from synthesizer_jax.nn.attention import Attention, Cache
+from synthesizer_jax.mixers import Mixer
+from synthesizer_jax.mixers.mixer import Cache
+from synthesizer_jax.nn.attention import Attention, as_mixer
 from synthesizer_jax.nn.layers import MLP, RMSNorm, dropout, values, variables
-from synthesizer_jax.scores import Dims, DotProduct, RelativePositionBias
+from synthesizer_jax.scores import Dims, DotProduct, RelativePositionBias, Spec
+from synthesizer_jax.scores.base import Parameters
 
 _REMAT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
@@ -27,6 +30,7 @@ class Context:
     segments: Int[Array, "b q"] | None = None
     positions: Int[Array, "b q"] | None = None
     bias: Float[Array, "_b h _q _k"] | None = None
+    shared: Parameters | None = None
     encoded: Float[Array, "b k e"] | None = None
     encoder_mask: Bool[Array, "b k"] | None = None
     encoder_segments: Int[Array, "b k"] | None = None
@@ -35,10 +39,10 @@ class Context:
 class EncoderLayer(nnx.Module):
     """x + self-attention(norm(x)), then x + MLP(norm(x))."""
 
-    def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderDecoderConfig, mixer: Mixer, *, rngs: nnx.Rngs):
         self.rate = config.dropout_rate
         self.attention_norm = _norm(config, rngs)
-        self.attention = _attention(config, config.encoder_attention, config.heads, config.head_dim, rngs)
+        self.attention = _attention(config, mixer, config.heads, config.head_dim, rngs)
         self.mlp_norm = _norm(config, rngs)
         self.mlp = _mlp(config, rngs)
 
@@ -50,6 +54,7 @@ class EncoderLayer(nnx.Module):
             q_segments=context.segments,
             q_positions=context.positions,
             bias=context.bias,
+            shared=context.shared,
             dropout_key=keys[0],
         )
         x = x + dropout(attended, self.rate, keys[1])
@@ -63,16 +68,17 @@ class EncoderLayer(nnx.Module):
             q_segments=context.segments,
             q_positions=context.positions,
             bias=context.bias,
+            shared=context.shared,
         )
 
 
 class DecoderLayer(nnx.Module):
     """x + causal self-attention(norm(x)), x + cross-attention(norm(x), encoded), x + MLP(norm(x))."""
 
-    def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderDecoderConfig, mixer: Mixer, *, rngs: nnx.Rngs):
         self.rate = config.dropout_rate
         self.attention_norm = _norm(config, rngs)
-        self.attention = _attention(config, config.decoder_attention, config.heads, config.head_dim, rngs)
+        self.attention = _attention(config, mixer, config.heads, config.head_dim, rngs)
         self.cross_attention_norm = _norm(config, rngs)
         self.cross_attention = _attention(config, DotProduct(), *config.cross_dims, rngs)
         self.mlp_norm = _norm(config, rngs)
@@ -86,6 +92,7 @@ class DecoderLayer(nnx.Module):
             q_segments=context.segments,
             q_positions=context.positions,
             bias=context.bias,
+            shared=context.shared,
             dropout_key=keys[0],
         )
         x = x + dropout(attended, self.rate, keys[1])
@@ -108,6 +115,7 @@ class DecoderLayer(nnx.Module):
             q_segments=context.segments,
             q_positions=context.positions,
             bias=context.bias,
+            shared=context.shared,
         )
 
     def init_cache(self, encoded: Float[Array, "b k e"], length: int) -> dict[str, Cache]:
@@ -119,7 +127,9 @@ class DecoderLayer(nnx.Module):
 
     def step(self, x: Float[Array, "b s e"], cache: dict[str, Cache], context: Context):
         """The next s tokens: (outputs [b, s, e], the cache with them)."""
-        attended, own = self.attention.step(self.attention_norm(x), cache["self"], bias=context.bias)
+        attended, own = self.attention.step(
+            self.attention_norm(x), cache["self"], bias=context.bias, shared=context.shared
+        )
         x = x + attended
         x = x + self.cross_attention.cross_step(
             self.cross_attention_norm(x), cache["cross"], key_mask=context.encoder_mask
@@ -130,32 +140,59 @@ class DecoderLayer(nnx.Module):
 class Stack(nnx.Module):
     """Layers one after the other, T5's relative position bias shared by all of them, and a final norm.
 
+    layer(config, mixer, rngs=...) makes each; mixer mixes the tokens; bidirectional is False in decoders.
+
     With config.scan_layers the layers' parameters are stacked along a leading axis and one compiled layer serves all;
     the initial values are the same either way.
     """
 
-    def __init__(self, layer: type, depth: int, bidirectional: bool, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        layer: type,
+        depth: int,
+        mixer: Spec | Mixer,
+        bidirectional: bool,
+        config: EncoderDecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+    ):
         self.config = config
+        mixer = as_mixer(mixer)
+        dims = Dims(config.features, config.heads, config.head_dim)
         self.relative_spec = None
-        if config.relative_bias:
+        if config.relative_bias and not mixer.bias_error():
             self.relative_spec = RelativePositionBias(
                 config.relative_buckets, config.relative_max_distance, bidirectional
             )
-            dims = Dims(config.features, config.heads, config.head_dim)
             self.relative_bias = variables(self.relative_spec.params(dims), rngs, config.param_dtype)
+        self.shared = variables(mixer.stack_params(dims), rngs, config.param_dtype)
         keys = jax.random.split(rngs.params(), depth)
         if config.scan_layers:
-            self.layers = _stacked(lambda key: layer(config, rngs=nnx.Rngs(key)), keys)
+            one = mixer.of_layer(0, depth)
+            self.layers = _stacked(lambda key: layer(config, one, rngs=nnx.Rngs(key)), keys)
         else:
-            self.layers = nnx.List([layer(config, rngs=nnx.Rngs(key)) for key in keys])
+            self.layers = nnx.List(
+                [layer(config, mixer.of_layer(i, depth), rngs=nnx.Rngs(key)) for i, key in enumerate(keys)]
+            )
         self.depth = depth
         self.final_norm = _norm(config, rngs)
+
+    def shared_values(self) -> Parameters:
+        """The parameters that all layers share, other than the relative position bias."""
+        return values(self.shared)
 
     def bias(self, q_length: int, k_length: int, q_positions=None) -> Float[Array, "_b h q k"] | None:
         """The relative position bias [b|1, h, q, k] of the stack."""
         if self.relative_spec is None:
             return None
         return self.relative_spec.bias(values(self.relative_bias), q_length, k_length, q_positions).bias
+
+    def cached_bias(self, s_length: int, caches: Any, positions: Int[Array, "s"]) -> Float[Array, "b h s k"] | None:
+        """The bias of the next tokens, at these positions, for all that the layers' caches have room for."""
+        if self.relative_spec is None:
+            return None
+        one = caches[0] if isinstance(caches, tuple) else jax.tree.map(lambda leaf: leaf[0], caches)
+        return self.bias(s_length, one["self"]["value"].shape[1], positions)
 
     def __call__(self, x: Float[Array, "b q e"], context: Context, key: Array | None) -> Float[Array, "b q e"]:
         rate = self.config.dropout_rate
@@ -170,14 +207,18 @@ class Stack(nnx.Module):
         return self.over_layers(lambda layer, x, _: (layer(x, context, None), layer.weights(x, context)), x, None)[1]
 
     def over_layers(self, body: Callable, carry: Any, per_layer: Any) -> tuple[Any, Any]:
-        """carry, out = body(layer, carry, entry of per_layer) from layer to layer; what comes out is stacked."""
+        """carry, out = body(layer, carry, entry of per_layer) from layer to layer.
+
+        What comes out is stacked, or a tuple where layers differ so that their outputs have different shapes; per_layer
+        is given in the same form.
+        """
         if not self.config.scan_layers:
             outs = []
             for index, layer in enumerate(self.layers):
-                entry = jax.tree.map(lambda leaf, index=index: leaf[index], per_layer)
+                entry = _entry(per_layer, index)
                 carry, out = self._remat(lambda carry, entry, layer=layer: body(layer, carry, entry))(carry, entry)
                 outs.append(out)
-            return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+            return carry, _stack_or_tuple(outs)
         graph, state = nnx.split(self.layers)
         step = self._remat(lambda carry, xs: body(nnx.merge(graph, xs[0]), carry, xs[1]))
         return jax.lax.scan(step, carry, (state, per_layer))
@@ -196,6 +237,15 @@ def _stacked(make, keys):
         lambda v: type(v)(v[...], axes=(LAYERS, *v.axes)), state, is_leaf=lambda v: isinstance(v, nnx.Variable)
     )
     return nnx.merge(graph, with_layers)
+
+
+def _entry(per_layer, index):
+    return per_layer[index] if isinstance(per_layer, tuple) else jax.tree.map(lambda leaf: leaf[index], per_layer)
+
+
+def _stack_or_tuple(outs):
+    shapes = {(jax.tree.structure(out), *(leaf.shape for leaf in jax.tree.leaves(out))) for out in outs}
+    return tuple(outs) if len(shapes) > 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
 
 def _attention(config, scores, heads, head_dim, rngs):

@@ -1,30 +1,33 @@
-"""Multi-head attention over any scores."""
+"""The token-mixing layer: attention over any scores, or any other mixer."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from synthesizer_jax.axes import EMBED, HEADS, KV, Param, fan_in
+from synthesizer_jax.axes import Param
+from synthesizer_jax.mixers import Mixer, MultiHead
+from synthesizer_jax.mixers.mixer import Cache, Surroundings
 from synthesizer_jax.nn.layers import values, variable, variables
-from synthesizer_jax.ops.attend import Dropout, Path, attend, attention_weights
-from synthesizer_jax.scores.base import Dims, Spec, project
-
-Cache = dict[str, Array | tuple | None]
+from synthesizer_jax.ops.attend import Dropout, Path
+from synthesizer_jax.scores.base import Dims, Parameters, Spec
 
 
 class Attention(nnx.Module):
-    """y = sum_h softmax(scores_h) (x W_v,h) W_o,h, without biases: T5's attention layer over exchangeable scores.
+    """Mixes the tokens of a sequence, [b, q, e] -> [b, q, e].
 
-    scores: a spec such as Random(512) or synthesizer("R+V", max_length=512). features e, heads h, head_dim d.
-    dropout_rate is that of the attention weights. The computation runs in x's dtype, scores and softmax in float32.
+    scores: what is exchangeable. Scores such as Random(512) or synthesizer("R+V", max_length=512) make multi-head
+    attention, y = sum_h softmax(scores_h) (x W_v,h) W_o,h without biases, as in T5. Another mixer, such as
+    LightweightConv(7, heads=8), takes attention's place. features e, heads h, head_dim d. dropout_rate is that of the
+    attention weights (of a convolution's kernels). The computation runs in x's dtype, scores and softmax in float32.
+    path: the algorithm of attention, see ops/attend.py.
 
-    Variables: `value` [e, h, d], `out` [h, d, e] and `scores`, as the spec declares them.
+    Variables: as the mixer declares them; of attention `value` [e, h, d], `out` [h, d, e] and `scores`.
     """
 
     def __init__(
         self,
-        scores: Spec,
+        scores: Spec | Mixer,
         features: int,
         heads: int,
         head_dim: int,
@@ -34,94 +37,86 @@ class Attention(nnx.Module):
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         path: Path = "auto",
     ):
-        if not isinstance(scores, Spec):
-            raise ValueError(
-                f'scores: expected scores such as Random(512) or synthesizer("R+V", max_length=512), got {scores!r}'
-            )
         check_rate("dropout_rate", dropout_rate)
-        self.spec = scores
+        self.mixer = as_mixer(scores, path)
         self.dims = Dims(features, heads, head_dim)
         self.dropout_rate = dropout_rate
-        self.path = path
-        inward = Param((features, heads, head_dim), (EMBED, HEADS, KV), fan_in(features))
-        outward = Param((heads, head_dim, features), (HEADS, KV, EMBED), fan_in(heads * head_dim))
-        self.scores = variables(scores.params(self.dims), rngs, param_dtype)
-        self.value = variable(inward, rngs, param_dtype)
-        self.out = variable(outward, rngs, param_dtype)
+        for name, declared in self.mixer.params(self.dims).items():
+            make = variable if isinstance(declared, Param) else variables
+            setattr(self, name, make(declared, rngs, param_dtype))
 
     def __call__(
         self,
         x: Float[Array, "b q e"],
         x_kv: Float[Array, "b k e"] | None = None,
         *,
-        key_mask: Bool[Array, "b k"] | None = None,
+        key_mask: Bool[Array, "b _k"] | None = None,
         causal: bool = False,
         q_segments: Int[Array, "b q"] | None = None,
-        k_segments: Int[Array, "b k"] | None = None,
+        k_segments: Int[Array, "b _k"] | None = None,
         q_positions: Int[Array, "*_b q"] | None = None,
-        k_positions: Int[Array, "*_b k"] | None = None,
-        bias: Float[Array, "_b _h _q k"] | None = None,
+        k_positions: Int[Array, "*_b _k"] | None = None,
+        bias: Float[Array, "_b _h _q _k"] | None = None,
+        memory: Float[Array, "b m e"] | None = None,
+        shared: Parameters | None = None,
         dropout_key: Array | None = None,
     ) -> Float[Array, "b q e"]:
         """Self-attention of x [b, q, e], or attention of x to x_kv [b, k, e] where the scores allow it.
 
         Masks, segments and bias as in `attend`; positions as in `Spec.__call__`. In self-attention k_segments and
-        k_positions are q_segments and q_positions unless given. No dropout without dropout_key.
+        k_positions are q_segments and q_positions unless given. memory [b, m, e]: tokens before x, which x sees and
+        which see nothing (Transformer-XL); key_mask and bias then span m + q keys. shared: see `Mixer.stack_params`.
+        No dropout without dropout_key.
         """
-        x_kv, k_segments, k_positions = self._keys_of(x, x_kv, q_segments, k_segments, q_positions, k_positions)
-        scores = self.spec(values(self.scores), x, x_kv, q_positions, k_positions)
-        heads = attend(
-            scores,
-            project(x_kv, self.value[...]),
+        around = Surroundings(
             key_mask=key_mask,
             causal=causal,
             q_segments=q_segments,
             k_segments=k_segments,
+            q_positions=q_positions,
+            k_positions=k_positions,
             bias=bias,
+            memory=memory,
+            shared=shared or {},
             dropout=None if dropout_key is None else Dropout(self.dropout_rate, dropout_key),
-            path=self.path,
         )
-        return self._merge_heads(heads)
+        return self.mixer(self._params(), x, x_kv, around)
 
     def weights(
         self,
         x: Float[Array, "b q e"],
         x_kv: Float[Array, "b k e"] | None = None,
         *,
-        key_mask: Bool[Array, "b k"] | None = None,
+        key_mask: Bool[Array, "b _k"] | None = None,
         causal: bool = False,
         q_segments: Int[Array, "b q"] | None = None,
-        k_segments: Int[Array, "b k"] | None = None,
+        k_segments: Int[Array, "b _k"] | None = None,
         q_positions: Int[Array, "*_b q"] | None = None,
-        k_positions: Int[Array, "*_b k"] | None = None,
-        bias: Float[Array, "_b _h _q k"] | None = None,
-    ) -> Float[Array, "b h q k"]:
-        """The normalised attention weights [b, h, q, k] in float32, for looking at."""
-        x_kv, k_segments, k_positions = self._keys_of(x, x_kv, q_segments, k_segments, q_positions, k_positions)
-        scores = self.spec(values(self.scores), x, x_kv, q_positions, k_positions)
-        return attention_weights(
-            scores,
-            batch=x.shape[0],
-            k_length=x_kv.shape[1],
+        k_positions: Int[Array, "*_b _k"] | None = None,
+        bias: Float[Array, "_b _h _q _k"] | None = None,
+        memory: Float[Array, "b m e"] | None = None,
+        shared: Parameters | None = None,
+    ) -> Float[Array, "b _h q _k"]:
+        """What weight each token gives to each other, [b, h, q, k] in float32: for looking at.
+
+        Attention's normalised weights; a convolution's kernels as a band; Linformer's softmax times its projection.
+        """
+        around = Surroundings(
             key_mask=key_mask,
             causal=causal,
             q_segments=q_segments,
             k_segments=k_segments,
+            q_positions=q_positions,
+            k_positions=k_positions,
             bias=bias,
+            memory=memory,
+            shared=shared or {},
         )
+        return self.mixer.weights(self._params(), x, x_kv, around)
 
     def init_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike = jnp.float32) -> Cache:
         """An empty cache to decode up to `length` tokens with `step`: values, and what the scores keep of keys."""
-        longest = self.spec.longest()
-        if longest is not None and length > longest:
-            raise ValueError(
-                f"length: expected at most max_length={longest} of the scores, got {length}; build them with a larger "
-                "max_length, or decode fewer tokens"
-            )
-        x = jax.ShapeDtypeStruct((batch, length, self.dims.features), dtype)
-        keys, value = jax.eval_shape(lambda x: self._key_value(x), x)
-        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), {"keys": keys, "value": value})
-        return empty | {"index": jnp.zeros((), jnp.int32)}
+        return self.mixer.init_cache(self._params(), self.dims.features, batch, length, dtype)
 
     def step(
         self,
@@ -130,57 +125,47 @@ class Attention(nnx.Module):
         *,
         key_mask: Bool[Array, "b k"] | None = None,
         bias: Float[Array, "_b _h _s k"] | None = None,
+        shared: Parameters | None = None,
     ) -> tuple[Float[Array, "b s e"], Cache]:
         """Causal self-attention of the next s tokens x [b, s, e]; returns their outputs and the cache with them.
 
         key_mask and bias span the cache's length. Steps past that length are the caller's to avoid: they overwrite its
         end.
         """
-        index = cache["index"]
-        new = dict(zip(("keys", "value"), self._key_value(x), strict=True))
-        cached = jax.tree.map(
-            lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, index, axis=1),
-            {"keys": cache["keys"], "value": cache["value"]},
-            new,
+        return self.mixer.step(
+            self._params(), x, cache, Surroundings(key_mask=key_mask, bias=bias, shared=shared or {})
         )
-        q_positions = index + jnp.arange(x.shape[1])
-        k_length = cached["value"].shape[1]
-        scores = self.spec.score(values(self.scores), x, cached["keys"], k_length, q_positions)
-        heads = attend(scores, cached["value"], key_mask=key_mask, causal=True, q_offset=index, bias=bias)
-        return self._merge_heads(heads), cached | {"index": index + x.shape[1]}
 
     def cross_cache(self, x_kv: Float[Array, "b k e"]) -> Cache:
-        """What attention to x_kv [b, k, e] needs of it at each step of `cross_step`."""
-        keys, value = self._key_value(x_kv)
-        return {"keys": keys, "value": value}
+        """What attention to x_kv [b, k, e] needs of it at each step of `cross_step`. Attention over scores only."""
+        return self._attention().cross_cache(self._params(), x_kv)
 
     def cross_step(
         self, x: Float[Array, "b s e"], cache: Cache, *, key_mask: Bool[Array, "b k"] | None = None
     ) -> Float[Array, "b s e"]:
         """Attention of x [b, s, e] to the sequence of `cross_cache`."""
-        scores = self.spec.score(values(self.scores), x, cache["keys"], cache["value"].shape[1])
-        return self._merge_heads(attend(scores, cache["value"], key_mask=key_mask))
+        return self._attention().cross_step(self._params(), x, cache, key_mask)
 
-    def _keys_of(self, x, x_kv, q_segments, k_segments, q_positions, k_positions):
-        if q_segments is not None and q_positions is None and self.spec.longest() is not None:
-            raise ValueError(
-                f"q_positions: expected the positions within the segments, from 0, beside q_segments: "
-                f"{type(self.spec).__name__} scores are indexed by them; give jnp.arange(length) to index by slot"
-            )
-        if x_kv is None or x_kv is x:
-            k_segments = q_segments if k_segments is None else k_segments
-            k_positions = q_positions if k_positions is None else k_positions
-            return x, k_segments, k_positions
-        error = self.spec.cross_attention_error()
-        if error:
-            raise ValueError(f"x_kv: {error}")
-        return x_kv, k_segments, k_positions
+    def _attention(self):
+        if not isinstance(self.mixer, MultiHead):
+            raise ValueError(f"x_kv: {self.mixer.cross_attention_error()}")
+        return self.mixer
 
-    def _key_value(self, x_kv):
-        return self.spec.key_features(values(self.scores), x_kv), project(x_kv, self.value[...])
+    def _params(self):
+        held = {name: getattr(self, name) for name in self.mixer.params(self.dims)}
+        return {name: values(v) if isinstance(v, nnx.Dict) else v[...] for name, v in held.items()}
 
-    def _merge_heads(self, heads):
-        return jnp.einsum("bqhd,hde->bqe", heads, self.out[...].astype(heads.dtype))
+
+def as_mixer(scores: Spec | Mixer, path: Path = "auto") -> Mixer:
+    """Scores as multi-head attention over them; a mixer as it is."""
+    if isinstance(scores, Spec):
+        return MultiHead(scores, path=path)
+    if not isinstance(scores, Mixer):
+        raise ValueError(
+            f'scores: expected scores such as Random(512) or synthesizer("R+V", max_length=512), or a mixer such as '
+            f"MultiHead(DotProduct()), got {scores!r}"
+        )
+    return scores
 
 
 def check_rate(name: str, rate: float) -> None:

@@ -7,10 +7,13 @@ gradient 0. Two exact algorithms:
   for the whole batch and divide by each sequence's own sum over its keys. [b, h, q, k] never exists.
 - "xla", for every form: logits [b, h, q, k] in float32, masked softmax, product with the values.
 
-Scores shared by the batch are defined with a floor: R'_ij = max(R_ij, max_j' R_ij' - 100), the maximum over the causally
-allowed keys, the floor constant for the gradient. Without it a sequence whose own keys all lie far below the row's
-maximum would divide by an underflowed sum; with it nothing underflows and no branch is needed. It changes the softmax
-only where every key of a sequence is more than 100 nats below the largest entry of its row.
+Scores shared by the batch are defined with a floor: R'_ij = max(R_ij, max_j' R_ij' - 100), the maximum over the keys that
+causality and sparsity allow, the floor constant for the gradient. Without it a sequence whose own keys all lie far below
+the row's maximum would divide by an underflowed sum; with it nothing underflows and no branch is needed. It changes the
+softmax only where every key of a sequence is more than 100 nats below the largest entry of its row.
+
+Kernels without a logarithm (`Scores.factor`) are divided by their sum over the keys. Where a signed kernel's sum is less
+than 1e-6 of the sum of the sizes, the quotient is not defined in float32, and output and gradient are 0.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -29,6 +32,10 @@ _MASKED = float(jnp.finfo(jnp.float32).min)
 
 # Nats below the row's maximum at which scores shared by the batch end.
 _FLOOR = 100.0
+
+# Kernels that may be negative are normalised by their sum where it is at least this part of the sum of their sizes: below
+# it, float32 has cancelled all digits.
+_SMALLEST_SUM = 1e-6
 
 # Scale of the shared exponentials, exactly a power of 2. Entries lie between 2^40 e^-100 = 4e-32 and 2^40, so that sums,
 # their reciprocals and gradients from 1e-23 up are all normal numbers in float32 and bfloat16.
@@ -50,6 +57,7 @@ def attend(
     q_offset: int | Int[Array, ""] = 0,
     q_segments: Int[Array, "b q"] | None = None,
     k_segments: Int[Array, "b k"] | None = None,
+    allowed: Bool[Array, "q k"] | None = None,
     bias: Float[Array, "_b _h _q k"] | None = None,
     dropout: Dropout | None = None,
     path: Path = "auto",
@@ -57,8 +65,9 @@ def attend(
     """Attention of `scores` over `values` [b, k, h, d]; returns [b, q, h, d] in the values' dtype.
 
     key_mask: True = may be attended to. causal: query i sees keys up to i + q_offset. q_segments, k_segments: a query
-    sees keys of its own segment; segment 0 is padding, whose keys nobody sees. bias [b|1, h|1, q|1, k] is added to the
-    scores. dropout acts on the weights after normalisation. path: "auto" takes "shared" where it applies.
+    sees keys of its own segment; segment 0 is padding, whose keys nobody sees. allowed [q, k]: False where a query never
+    sees a key, whatever the sequence (sparse attention). bias [b|1, h|1, q|1, k] is added to the scores. dropout acts on
+    the weights after normalisation. path: "auto" takes "shared" where it applies.
 
     Raises ValueError for shapes that don't fit and for a path that can't serve the scores.
     """
@@ -74,8 +83,10 @@ def attend(
             f"{_describe(scores)}, {'no ' if q_segments is None else ''}segments; use path='auto'"
         )
     if shared and path != "xla":
-        return _attend_shared(scores.bias, values, key_mask, _causal_mask(scores, values, causal, q_offset))
-    weights, has_key = _weights(scores, values.shape[1], key_mask, causal, q_offset, q_segments, k_segments)
+        q_length = scores.bias.shape[2] if allowed is None else allowed.shape[0]
+        common = _common_mask(q_length, values.shape[1], causal, q_offset, allowed)
+        return _attend_shared(scores.bias, values, key_mask, common)
+    weights, has_key = _weights(scores, values.shape[1], key_mask, causal, q_offset, q_segments, k_segments, allowed)
     if key_mask is not None:
         values = jnp.where(key_mask[:, :, None, None], values, 0)
     weights = weights.astype(values.dtype)
@@ -97,45 +108,68 @@ def attention_weights(
     q_offset: int | Int[Array, ""] = 0,
     q_segments: Int[Array, "b q"] | None = None,
     k_segments: Int[Array, "b k"] | None = None,
+    allowed: Bool[Array, "q k"] | None = None,
     bias: Float[Array, "_b _h _q k"] | None = None,
 ) -> Float[Array, "b h q k"]:
     """The normalised weights [b, h, q, k] in float32 that `attend` would apply to the values: for looking at."""
     if bias is not None:
         scores = scores + Scores(bias=bias.astype(jnp.float32))
-    weights, has_key = _weights(scores, k_length, key_mask, causal, q_offset, q_segments, k_segments)
+    weights, has_key = _weights(scores, k_length, key_mask, causal, q_offset, q_segments, k_segments, allowed)
     if has_key is not None:
         weights = jnp.where(has_key[:, None, :, None], weights, 0)
     return jnp.broadcast_to(weights, (batch, *weights.shape[1:]))
 
 
-def _weights(scores, k_length, key_mask, causal, q_offset, q_segments, k_segments):
+def _weights(scores, k_length, key_mask, causal, q_offset, q_segments, k_segments, never):
     """(weights [b|1, h, q, k] in float32, has_key [b|1, q] or None): rows without keys are not zeroed here."""
-    logits = scores.logits()
-    logits = jnp.broadcast_to(logits, (*logits.shape[:2], _q_length(scores, q_segments), k_length))
-    causal_mask = _causal(logits.shape[2], k_length, q_offset) if causal else None
+    logits = scores.exponent()
+    q_length = _q_length(scores, q_segments)
+    if logits is not None:
+        logits = jnp.broadcast_to(logits, (*logits.shape[:2], q_length, k_length))
+    common = _common_mask(q_length, k_length, causal, q_offset, never)
     if scores.shared_by_batch:
-        shifted = logits - _row_max(logits, causal_mask)  # a constant of the row, that the softmax doesn't see
+        shifted = logits - _row_max(logits, common)  # a constant of the row, that the softmax doesn't see
         logits = jnp.where(shifted < -_FLOOR, -_FLOOR, shifted)  # not maximum: it halves the gradient of a tie
-    allowed = causal_mask if causal_mask is None else causal_mask[None]
+    allowed = None if common is None else common[None]
     if key_mask is not None:
         allowed = _both(allowed, key_mask[:, None, :])
     if q_segments is not None:
         same = (q_segments[:, :, None] == k_segments[:, None, :]) & (k_segments[:, None, :] > 0)
         allowed = _both(allowed, same)
+    # A causal row always has its first key; only the other masks can leave a row without any.
+    has_key = None if key_mask is None and q_segments is None and never is None else jnp.any(allowed, axis=-1)
+    if scores.factor is not None:
+        return _normalised_by_sum(logits, scores.factor, allowed), has_key
     if allowed is None:
         return jax.nn.softmax(logits, axis=-1), None
-    weights = jax.nn.softmax(jnp.where(allowed[:, None], logits, _MASKED), axis=-1)
-    # A causal row always has its first key; only key masks and segments can leave a row without any.
-    return weights, None if key_mask is None and q_segments is None else jnp.any(allowed, axis=-1)
+    return jax.nn.softmax(jnp.where(allowed[:, None], logits, _MASKED), axis=-1), has_key
+
+
+def _normalised_by_sum(logits, factor, allowed):
+    """factor * exp(logits) over its sum along the keys; 0, with gradient 0, where the sum cancels to nothing."""
+    if logits is not None:
+        factor = factor * jnp.exp(logits - _row_max(logits, None if allowed is None else allowed[:, None]))
+    if allowed is not None:
+        factor = jnp.where(allowed[:, None], factor, 0)
+    total = jnp.sum(factor, axis=-1, keepdims=True)
+    defined = jnp.abs(total) > _SMALLEST_SUM * jnp.sum(jnp.abs(factor), axis=-1, keepdims=True)
+    return jnp.where(defined, factor / jnp.where(defined, total, 1), 0)
+
+
+def _common_mask(q_length, k_length, causal, q_offset, allowed):
+    """[q, k], what no sequence may attend to; None where nothing is forbidden."""
+    return _both(_causal(q_length, k_length, q_offset) if causal else None, allowed)
 
 
 def _both(first, second):
-    return second if first is None else first & second
+    return second if first is None else first if second is None else first & second
 
 
 def _q_length(scores, q_segments):
     if scores.query is not None:
         return scores.query.shape[1]
+    if scores.factor is not None:
+        return scores.factor.shape[2]
     return scores.bias.shape[2] if q_segments is None else q_segments.shape[1]
 
 
@@ -144,12 +178,8 @@ def _causal(q_length, k_length, q_offset):
     return jnp.arange(k_length)[None, :] <= jnp.arange(q_length)[:, None] + q_offset
 
 
-def _causal_mask(scores, values, causal, q_offset):
-    return _causal(scores.bias.shape[2], values.shape[1], q_offset) if causal else None
-
-
 def _row_max(logits, allowed):
-    """The largest causally allowed entry of each row, constant for the gradient."""
+    """The largest allowed entry of each row, constant for the gradient."""
     return jax.lax.stop_gradient(
         jnp.max(logits if allowed is None else jnp.where(allowed, logits, _MASKED), axis=-1, keepdims=True)
     )
@@ -218,7 +248,13 @@ def _masked(values, key_mask):
     return values if key_mask is None else jnp.where(key_mask[:, :, None, None], values, 0)
 
 
+def _table(scores):
+    return scores.factor if scores.bias is None else scores.bias
+
+
 def _describe(scores):
+    if scores.factor is not None:
+        return "a kernel without a logarithm"
     if scores.query is not None:
         return f"a low-rank part of rank {scores.query.shape[-1]}"
     return f"a bias with batch axis {scores.bias.shape[0]}"
@@ -228,7 +264,7 @@ def _check(scores, values, key_mask, q_segments, k_segments, path):
     if path not in get_args(Path):
         raise ValueError(f"path: expected one of {get_args(Path)}, got {path!r}")
     batch, k_length, heads = values.shape[:3]
-    found = scores.key.shape[1:3] if scores.key is not None else (scores.bias.shape[3], scores.bias.shape[1])
+    found = scores.key.shape[1:3] if scores.key is not None else _table(scores).shape[3:0:-2]
     if found[0] != k_length or found[1] not in (heads, 1):
         raise ValueError(
             f"values: expected [b, k, h, d] with the scores' k, h = {found}, got shape {values.shape}; scores and "

@@ -13,6 +13,3 @@ from synthesizer_jax.scores.mixture import Mixture as Mixture
 from synthesizer_jax.scores.position import RelativePositionBias as RelativePositionBias
 from synthesizer_jax.scores.random import FactorizedRandom as FactorizedRandom
 from synthesizer_jax.scores.random import Random as Random
-
-# The paper's letters.
-from synthesizer_jax.scores.notation import synthesizer as synthesizer

@@ -24,6 +24,10 @@ Parameters = Mapping[str, Any]  # nested: names -> arrays
 Features = Float[Array, "b k h r"] | tuple | None  # of keys; a tuple has one entry per part of a mixture
 
 
+# Factors below it count as this one before they are raised to a power; keeps the power's gradient finite.
+_SMALLEST_FACTOR = 1e-30
+
+
 @dataclasses.dataclass(frozen=True)
 class Dims:
     """Sizes that a layer gives to its scores: features e, heads h, head_dim d."""
@@ -42,15 +46,25 @@ class Dims:
 class Scores:
     """Attention scores in factored form; an axis of size 1 is shared by the batch, the heads or the queries.
 
-    query [b|1, q, h, r] and key [b|1, k, h, r], both or neither; bias [b|1, h|1, q|1, k] in float32.
+    query [b|1, q, h, r] and key [b|1, k, h, r], both or neither; bias [b|1, h|1, q|1, k] in float32. factor
+    [b|1, h, q, k] in float32 is a kernel that has no logarithm everywhere: the weights are factor * exp(<query, key> +
+    bias), divided by their sum over the keys.
     """
 
     query: Float[Array, "_b q h r"] | None = None
     key: Float[Array, "_c k h r"] | None = None
     bias: Float[Array, "_b _h _q k"] | None = None
+    factor: Float[Array, "_b h q k"] | None = None
 
     def logits(self) -> Float[Array, "_b h q k"]:
-        """The scores before masks and softmax, [b|1, h, q|1, k] in float32."""
+        """The scores before masks and softmax, [b|1, h, q|1, k] in float32; NaN where a factor is negative."""
+        exponent = self.exponent()
+        if self.factor is None:
+            return exponent
+        return jnp.log(self.factor) + (0 if exponent is None else exponent)
+
+    def exponent(self) -> Float[Array, "_b h q k"] | None:
+        """<query, key> + bias, [b|1, h, q|1, k] in float32; None where there is a factor alone."""
         if self.query is None:
             return self.bias
         low_rank = _products(self.query, self.key)
@@ -59,19 +73,27 @@ class Scores:
     @property
     def shared_by_batch(self) -> bool:
         """True when the scores are a bias that all sequences of the batch share."""
-        return self.query is None and self.bias.shape[0] == 1
+        return self.query is None and self.factor is None and self.bias.shape[0] == 1
 
     def __add__(self, other: "Scores") -> "Scores":
-        """The sum of both: low-rank parts side by side along r, biases added."""
+        """The sum of both: low-rank parts side by side along r, biases added, factors multiplied."""
         biases = [s.bias for s in (self, other) if s.bias is not None]
+        factors = [s.factor for s in (self, other) if s.factor is not None]
         query, key = _concatenate([s for s in (self, other) if s.query is not None])
-        return Scores(query, key, sum(biases[1:], biases[0]) if biases else None)
+        return Scores(query, key, sum(biases[1:], biases[0]) if biases else None, _product(factors))
 
     def scaled(self, alpha: Float[Array, "_h"]) -> "Scores":
-        """The scores times alpha, [h] for a weight per head or [1]."""
+        """The scores times alpha, [h] for a weight per head or [1]; a factor, which has to be >= 0, to its power."""
         query = None if self.query is None else self.query * alpha.astype(self.query.dtype)[:, None]
         bias = None if self.bias is None else self.bias * alpha.astype(self.bias.dtype)[:, None, None]
-        return Scores(query, self.key, bias)
+        factor = self.factor
+        if factor is not None:
+            factor = jnp.exp(alpha[:, None, None] * jnp.log(jnp.maximum(factor, _SMALLEST_FACTOR)))
+        return Scores(query, self.key, bias, factor)
+
+
+def _product(factors):
+    return None if not factors else factors[0] if len(factors) == 1 else factors[0] * factors[1]
 
 
 def _products(query, key):
@@ -124,9 +146,25 @@ class Spec(abc.ABC):
     ) -> Scores:
         """Scores of the queries against keys given by their features; positions as in `__call__`."""
 
-    def key_features(self, params: Parameters, x_kv: Float[Array, "b k e"]) -> Features:
-        """What the scores read of each key's content, [b, k, h, r]; None when they read nothing."""
+    def key_features(
+        self, params: Parameters, x_kv: Float[Array, "b k e"], k_positions: Int[Array, "*_b k"] | None = None
+    ) -> Features:
+        """What the scores must remember of each key, [b, k, h, r]; None when they read nothing."""
         return None
+
+    def value_inputs(
+        self, params: Parameters, x_kv: Float[Array, "b k e"], k_positions: Int[Array, "*_b k"] | None = None
+    ) -> Float[Array, "b k e"]:
+        """What the values are made of, [b, k, e]: the tokens, or tokens with their positions."""
+        return x_kv
+
+    def weighting_error(self) -> str | None:
+        """Why the scores can't be multiplied by a learned weight; None when they can."""
+        return None
+
+    def reads_positions(self) -> bool:
+        """Whether scores or values depend on where in its segment a token stands, not on distances alone."""
+        return False
 
     def cross_attention_error(self) -> str | None:
         """Why the scores can't serve attention to another sequence; None when they can."""
@@ -156,7 +194,9 @@ class Spec(abc.ABC):
         sequence. Raises ValueError where a length or a known position passes the parameters' maximum n; a traced
         position that does so gives NaN, never another position's scores.
         """
-        return self.score(params, x_q, self.key_features(params, x_kv), x_kv.shape[1], q_positions, k_positions)
+        return self.score(
+            params, x_q, self.key_features(params, x_kv, k_positions), x_kv.shape[1], q_positions, k_positions
+        )
 
 
 class Synthetic(Spec):
@@ -172,6 +212,9 @@ class Synthetic(Spec):
 
     def longest(self) -> int | None:
         return self.max_length
+
+    def reads_positions(self) -> bool:
+        return True
 
     def check_lengths(self, q_length: int, k_length: int, q_positions, k_positions) -> None:
         """Refuse lengths and known positions that pass max_length."""

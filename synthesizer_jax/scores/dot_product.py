@@ -33,7 +33,7 @@ class DotProduct(Spec):
             "key": Param(shape, axes, fan_in(dims.features)),
         }
 
-    def key_features(self, params, x_kv):
+    def key_features(self, params, x_kv, k_positions=None):
         return project(x_kv, params["key"])
 
     def score(self, params, x_q, keys, k_length, q_positions=None, k_positions=None):

@@ -47,6 +47,8 @@ class Mixture(Spec):
             raise ValueError(
                 f"weights: 'sigmoid' weighs two parts, got {len(self.parts)}; use 'softmax', or nest mixtures of two"
             )
+        if self.weights != "sum" and self.weighting_error():
+            raise ValueError(f"weights: expected 'sum', got {self.weights!r}: {self.weighting_error()}")
         if self.share_query and (self._count(DotProduct) != 1 or not self._count(Dense)):
             raise ValueError(
                 "share_query: expected one DotProduct whose queries the Dense parts read, got "
@@ -100,8 +102,8 @@ class Mixture(Spec):
                 own = {**own, "w1": params[DotProduct.name]["query"]}
             yield part, own
 
-    def key_features(self, params, x_kv):
-        features = tuple(part.key_features(own, x_kv) for part, own in self._part_params(params))
+    def key_features(self, params, x_kv, k_positions=None):
+        features = tuple(part.key_features(own, x_kv, k_positions) for part, own in self._part_params(params))
         return features if jax.tree.leaves(features) else None
 
     def score(self, params, x_q, keys, k_length, q_positions=None, k_positions=None):
@@ -113,6 +115,17 @@ class Mixture(Spec):
         if self.weights != "sum":
             scores = [part.scaled(alpha) for part, alpha in zip(scores, self.mixture_weights(params), strict=True)]
         return sum(scores[1:], scores[0])
+
+    def value_inputs(self, params, x_kv, k_positions=None):
+        for part, own in self._part_params(params):
+            x_kv = part.value_inputs(own, x_kv, k_positions)
+        return x_kv
+
+    def weighting_error(self):
+        return next((e for e in (part.weighting_error() for part in self.parts) if e), None)
+
+    def reads_positions(self):
+        return any(part.reads_positions() for part in self.parts)
 
     def cross_attention_error(self):
         return next((e for e in (part.cross_attention_error() for part in self.parts) if e), None)

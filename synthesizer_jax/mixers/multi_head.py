@@ -1,0 +1,197 @@
+"""Multi-head attention over any scores, as a mixer."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from synthesizer_jax.axes import EMBED, HEADS, KV, Param, fan_in
+from synthesizer_jax.mixers.mixer import Cache, Mixer, Surroundings, check_cache_length, is_own
+from synthesizer_jax.ops.attend import Path, attend, attention_weights
+from synthesizer_jax.scores.base import Dims, Parameters, Spec, check_positive, project
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """The keys that a query may attend to: its neighbours, and every stride-th key (Child et al. 2019, section 4.2).
+
+    Key j is seen by query i when |i - j| < window, or when stride is given and i - j is a multiple of it. With a causal
+    mask, only those up to i. A set filter of Transformer Dissection (section 2.1).
+    """
+
+    window: int
+    stride: int | None = None
+
+    def __post_init__(self):
+        check_positive("window", self.window)
+        if self.stride is not None:
+            check_positive("stride", self.stride)
+
+    def allowed(self, q_length: int, k_length: int, q_offset=0) -> Bool[Array, "q k"]:
+        """True where query i + q_offset sees key j."""
+        distance = jnp.arange(q_length)[:, None] + q_offset - jnp.arange(k_length)[None, :]
+        near = jnp.abs(distance) < self.window
+        return near if self.stride is None else near | (distance % self.stride == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiHead(Mixer):
+    """y = sum_h softmax(scores_h) (x W_v,h) W_o,h, without biases: T5's attention over exchangeable scores.
+
+    scores: how the attention matrix is made. keys: which keys a query may see beside what masks and causality say; None:
+    all. Parameters: `scores` as the scores declare them, `value` [e, h, d], `out` [h, d, e]. Wherever a mixer is expected,
+    scores alone stand for MultiHead(scores).
+    """
+
+    scores: Spec
+    keys: Sparse | None = None
+    path: Path = "auto"  # the algorithm, see ops/attend.py
+
+    def __post_init__(self):
+        if not isinstance(self.scores, Spec):
+            raise ValueError(f"scores: expected scores such as Random(512) or DotProduct(), got {self.scores!r}")
+        if not isinstance(self.keys, Sparse | None):
+            raise ValueError(f"keys: expected Sparse(window=...) or None for all keys, got {self.keys!r}")
+
+    def params(self, dims: Dims):
+        e, h, d = dims.features, dims.heads, dims.head_dim
+        return {
+            "scores": self.scores.params(dims),
+            "value": Param((e, h, d), (EMBED, HEADS, KV), fan_in(e)),
+            "out": Param((h, d, e), (HEADS, KV, EMBED), fan_in(h * d)),
+        }
+
+    def __call__(self, params, x, x_kv=None, around=Surroundings()):
+        seen = self._seen(x, x_kv, around)
+        scores = self.scores(params["scores"], x, seen.x, seen.q_positions, seen.k_positions)
+        values = self._values(params, seen.x, seen.k_positions)
+        return _merge_heads(params, attend(scores, values, dropout=around.dropout, path=self.path, **seen.masks(self)))
+
+    def weights(self, params, x, x_kv=None, around=Surroundings()):
+        seen = self._seen(x, x_kv, around)
+        scores = self.scores(params["scores"], x, seen.x, seen.q_positions, seen.k_positions)
+        return attention_weights(scores, batch=x.shape[0], k_length=seen.x.shape[1], **seen.masks(self))
+
+    def init_cache(self, params, features, batch, length, dtype):
+        check_cache_length(self, length)
+        x = jax.ShapeDtypeStruct((batch, length, features), dtype)
+        like = jax.eval_shape(lambda params, x: self._keys_and_values(params, x, None), params, x)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like) | {"index": jnp.zeros((), jnp.int32)}
+
+    def step(self, params, x, cache, around=Surroundings()):
+        index = cache["index"]
+        positions = index + jnp.arange(x.shape[1])
+        cached = jax.tree.map(
+            lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, index, axis=1),
+            {name: cache[name] for name in ("keys", "value")},
+            self._keys_and_values(params, x, positions),
+        )
+        k_length = cached["value"].shape[1]
+        scores = self.scores.score(params["scores"], x, cached["keys"], k_length, positions)
+        heads = attend(
+            scores,
+            cached["value"],
+            key_mask=around.key_mask,
+            causal=True,
+            q_offset=index,
+            allowed=None if self.keys is None else self.keys.allowed(x.shape[1], k_length, index),
+            bias=around.bias,
+            path=self.path,
+        )
+        return _merge_heads(params, heads), cached | {"index": index + x.shape[1]}
+
+    def cross_cache(self, params: Parameters, x_kv: Float[Array, "b k e"]) -> Cache:
+        """What attention to x_kv [b, k, e] needs of it at each step of `cross_step`."""
+        self._check_cross()
+        return self._keys_and_values(params, x_kv, None)
+
+    def cross_step(
+        self,
+        params: Parameters,
+        x: Float[Array, "b s e"],
+        cache: Cache,
+        key_mask: Bool[Array, "b k"] | None = None,
+    ) -> Float[Array, "b s e"]:
+        """Attention of x [b, s, e] to the sequence of `cross_cache`."""
+        scores = self.scores.score(params["scores"], x, cache["keys"], cache["value"].shape[1])
+        return _merge_heads(params, attend(scores, cache["value"], key_mask=key_mask, path=self.path))
+
+    def cross_attention_error(self):
+        if self.keys is not None:
+            return "Sparse keys are neighbours within one sequence; use MultiHead(scores) without keys"
+        return self.scores.cross_attention_error()
+
+    def longest(self):
+        return self.scores.longest()
+
+    def _check_cross(self):
+        if self.cross_attention_error():
+            raise ValueError(f"x_kv: {self.cross_attention_error()}")
+
+    def _keys_and_values(self, params, x, positions):
+        features = self.scores.key_features(params["scores"], x, positions)
+        return {"keys": features, "value": self._values(params, x, positions)}
+
+    def _values(self, params, x, positions):
+        return project(self.scores.value_inputs(params["scores"], x, positions), params["value"])
+
+    def _seen(self, x, x_kv, around):
+        """Keys with their positions and masks: those of x itself, of a memory and x, or of another sequence."""
+        if around.q_segments is not None and around.q_positions is None and self.scores.reads_positions():
+            raise ValueError(
+                f"q_positions: expected the positions within the segments, from 0, beside q_segments: "
+                f"{type(self.scores).__name__} scores are indexed by them; give jnp.arange(length) to index by slot"
+            )
+        if around.memory is not None:
+            return self._with_memory(x, x_kv, around)
+        if not is_own(x, x_kv):
+            self._check_cross()
+            return _Seen(x_kv, around, around.q_positions, around.k_positions, around.k_segments, 0, x.shape[1])
+        k_positions = around.q_positions if around.k_positions is None else around.k_positions
+        k_segments = around.q_segments if around.k_segments is None else around.k_segments
+        return _Seen(x, around, around.q_positions, k_positions, k_segments, 0, x.shape[1])
+
+    def _with_memory(self, x, x_kv, around):
+        given = [
+            name
+            for name in ("q_segments", "k_segments", "q_positions", "k_positions")
+            if getattr(around, name) is not None
+        ]
+        if not is_own(x, x_kv) or given:
+            raise ValueError(
+                f"memory: it continues one sequence of x to the left and goes with neither x_kv nor segments nor "
+                f"positions, got {', '.join(given) or 'x_kv'}"
+            )
+        m, q = around.memory.shape[1], x.shape[1]
+        both = jnp.concatenate([around.memory.astype(x.dtype), x], axis=1)
+        return _Seen(both, around, m + jnp.arange(q), None, None, m, q)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """The tokens that serve as keys, and how queries stand to them."""
+
+    x: Array  # [b, k, e]
+    around: Surroundings
+    q_positions: Array | None
+    k_positions: Array | None
+    k_segments: Array | None
+    q_offset: int  # the slot of the first query among the keys
+    q_length: int
+
+    def masks(self, mixer):
+        keys = mixer.keys
+        return {
+            "key_mask": self.around.key_mask,
+            "causal": self.around.causal,
+            "q_offset": self.q_offset,
+            "q_segments": self.around.q_segments,
+            "k_segments": self.k_segments,
+            "allowed": None if keys is None else keys.allowed(self.q_length, self.x.shape[1], self.q_offset),
+            "bias": self.around.bias,
+        }
+
+
+def _merge_heads(params, heads):
+    return jnp.einsum("bqhd,hde->bqe", heads, params["out"].astype(heads.dtype))

@@ -1,0 +1,107 @@
+"""The paper's letters as a notation for the whole zoo: synthesizer("R+V"), synthesizer("FR[rank=16]+V")."""
+
+import ast
+import dataclasses
+import re
+from typing import get_args
+
+from synthesizer_jax.mixers.mixer import Mixer
+from synthesizer_jax.scores.base import Spec, check_positive
+from synthesizer_jax.scores.dense import Dense, FactorizedDense
+from synthesizer_jax.scores.dot_product import DotProduct
+from synthesizer_jax.scores.mixture import Mixture, Weights
+from synthesizer_jax.scores.random import FactorizedRandom, Random
+
+# Scores, which can be summed. Those that have max_length are given it.
+_SCORES = {
+    "V": (DotProduct, {}),
+    "R": (Random, {}),
+    "fixedR": (Random, {"trained": False}),
+    "FR": (FactorizedRandom, {}),
+    "D": (Dense, {}),
+    "FD": (FactorizedDense, {}),
+}
+# What takes attention's place as a whole.
+_MIXERS: dict[str, tuple[type, dict]] = {}
+_LETTERS = _SCORES | _MIXERS
+_PART = re.compile(r"\s*(?P<letter>\w+)\s*(\[(?P<options>[^\[\]]*)\])?\s*")
+
+
+def synthesizer(
+    notation: str | Spec | Mixer,
+    max_length: int,
+    weights: Weights = "softmax",
+    per_head: bool = True,
+    share_query: bool = False,
+) -> Spec | Mixer:
+    """Attention scores from the paper's letters, or another mixer from its name.
+
+    notation: V, R, fixedR, FR, D, FD or a sum of them such as "R+V"; options of a part stand in brackets,
+    "FR[rank=16]+V". What is already built is returned as it is. max_length: n of the parts that have one. weights,
+    per_head, share_query: of the mixture, see `Mixture`.
+
+    Raises ValueError that names the part which is not understood.
+    """
+    if isinstance(notation, Spec | Mixer):
+        return notation
+    check_positive("max_length", max_length)
+    if not isinstance(notation, str):
+        raise ValueError(f'notation: expected text such as "R+V" or scores such as Random(512), got {notation!r}')
+    parts = tuple(_part(text, notation, max_length) for text in _split_sum(notation))
+    if len(parts) > 1:
+        _check_sum(notation, parts)
+        return Mixture(parts, weights=weights, per_head=per_head, share_query=share_query)
+    if (weights, per_head, share_query) != (get_args(Weights)[0], True, False):
+        raise ValueError(f"weights, per_head, share_query: {notation!r} is no mixture and has none of these options")
+    return parts[0]
+
+
+def _check_sum(notation, parts):
+    wrong = [type(part).__name__ for part in parts if not isinstance(part, Spec)]
+    if wrong:
+        raise ValueError(
+            f"notation: {' and '.join(wrong)} in {notation!r} makes no scores that could be summed; expected a sum of "
+            f"{', '.join(_SCORES)}"
+        )
+
+
+def _split_sum(notation):
+    """Parts of a sum; a plus inside brackets separates nothing."""
+    return re.split(r"\+(?![^\[]*\])", notation)
+
+
+def _part(text, notation, max_length):
+    match = _PART.fullmatch(text)
+    if not match or match["letter"] not in _LETTERS:
+        raise ValueError(
+            f"notation: {text.strip()!r} in {notation!r} is not understood; expected a sum of {', '.join(_SCORES)}, "
+            f'with options in brackets, such as "R+V" or "FR[rank=16]+V"; or one of {", ".join(_MIXERS)}'
+        )
+    kind, fixed = _LETTERS[match["letter"]]
+    known = [field for field in dataclasses.fields(kind) if field.name not in fixed]
+    options = _options(match["options"], text, notation)
+    if any(field.name == "max_length" for field in known):
+        options = {"max_length": max_length} | options
+    unknown = set(options) - {field.name for field in known}
+    lacking = [f.name for f in known if f.default is dataclasses.MISSING and f.name not in options]
+    if unknown or lacking:
+        what = f"has an option that {kind.__name__} does not know" if unknown else f"lacks {' and '.join(lacking)}"
+        raise ValueError(
+            f"notation: {text.strip()!r} in {notation!r} {what}; expected some of "
+            f"{', '.join(field.name for field in known)}"
+        )
+    return kind(**fixed, **options)
+
+
+def _options(text, part, notation):
+    """ "rank=16, bias=False" as a dict, by Python's own parser."""
+    try:
+        call = ast.parse(f"options({text or ''})", mode="eval").body
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError("not name=value")
+        return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(
+            f"notation: option {text!r} of {part.strip()!r} in {notation!r} is not understood; "
+            "expected name=value, such as rank=16 or bias=False"
+        ) from error
