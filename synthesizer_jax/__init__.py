@@ -21,6 +21,7 @@ from synthesizer_jax.scores import Dims as Dims
 from synthesizer_jax.scores import DotProduct as DotProduct
 from synthesizer_jax.scores import FactorizedDense as FactorizedDense
 from synthesizer_jax.scores import FactorizedRandom as FactorizedRandom
+from synthesizer_jax.scores import Kernel as Kernel
 from synthesizer_jax.scores import Mixture as Mixture
 from synthesizer_jax.scores import Random as Random
 from synthesizer_jax.scores import RelativePositionBias as RelativePositionBias

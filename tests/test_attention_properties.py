@@ -1,6 +1,8 @@
 """What every variant must do, whatever its scores: one tuple of variants drives all of it."""
 
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +10,22 @@ import numpy as np
 import oracle
 import pytest
 from flax import nnx
-from variants import MAX_LENGTH, VARIANTS
+from variants import MAX_LENGTH, MIXERS
 
 import synthesizer_jax as sj
 from synthesizer_jax.axes import Param
+from synthesizer_jax.nn.attention import as_mixer
+from synthesizer_jax.scores import Spec
 
 FEATURES, HEADS, HEAD_DIM = 6, 2, 4
 BATCH, LENGTH = 2, 7
 TOLERANCE = 2e-6  # two orders of summation of the same float32 numbers, outputs of size 1
 
-parametrize_variants = pytest.mark.parametrize(
-    "spec", [spec for _, spec in VARIANTS], ids=[name for name, _ in VARIANTS]
+parametrize_variants = pytest.mark.parametrize("spec", [spec for _, spec in MIXERS], ids=[name for name, _ in MIXERS])
+parametrize_causal = pytest.mark.parametrize(
+    "spec",
+    [spec for _, spec in MIXERS if not as_mixer(spec).decoder_error()],
+    ids=[name for name, spec in MIXERS if not as_mixer(spec).decoder_error()],
 )
 
 KEY_MASK = np.array([[True] * 4 + [False] * 3, [True, False, True, True, False, True, False]])
@@ -33,12 +40,46 @@ def make_layer(spec):
     return sj.Attention(spec, FEATURES, HEADS, HEAD_DIM, rngs=nnx.Rngs(0))
 
 
+@dataclasses.dataclass(frozen=True)
+class InStack:
+    """A layer that is given what the layers of its stack share."""
+
+    layer: sj.Attention
+    shared: dict
+
+    def __call__(self, *args, **named):
+        return self.layer(*args, shared=self.shared, **named)
+
+    def step(self, *args):
+        return self.layer.step(*args, shared=self.shared)
+
+    def init_cache(self, *args):
+        return self.layer.init_cache(*args)
+
+
 @functools.cache
 def layer_of(spec):
     """(graph, state): a layer with drawn parameters, its mixtures' weights away from their equal start."""
     graph, state = nnx.split(nnx.eval_shape(lambda: make_layer(spec)))
-    flat, structure = jax.tree.flatten(state)
-    return graph, structure.unflatten([draw(leaf.shape, 1 + i) / 2 for i, leaf in enumerate(flat)])
+    return graph, drawn((state, declared_shared(spec)))
+
+
+def declared_shared(spec):
+    declared = as_mixer(spec).stack_params(sj.Dims(FEATURES, HEADS, HEAD_DIM))
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), declared, is_leaf=is_param)
+
+
+def drawn(abstract):
+    flat, structure = jax.tree.flatten(abstract)
+    return structure.unflatten([draw(leaf.shape, 1 + i) / 2 for i, leaf in enumerate(flat)])
+
+
+def is_param(leaf):
+    return isinstance(leaf, Param)
+
+
+def merge(graph, state):
+    return InStack(nnx.merge(graph, state[0]), state[1])
 
 
 @functools.cache
@@ -48,12 +89,12 @@ def forward_of(spec):
 
     @functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
     def forward(state, x):
-        layer = nnx.merge(graph, state)
-        return {
-            "encoder": layer(x, key_mask=KEY_MASK_ARRAY),
-            "decoder": layer(x, causal=True),
-            "padded_decoder": layer(x, key_mask=KEY_MASK_ARRAY, causal=True),
-        }
+        layer = merge(graph, state)
+        out = {"encoder": layer(x, key_mask=KEY_MASK_ARRAY)}
+        if as_mixer(spec).decoder_error() is None:
+            out["decoder"] = layer(x, causal=True)
+            out["padded_decoder"] = layer(x, key_mask=KEY_MASK_ARRAY, causal=True)
+        return out
 
     return forward
 
@@ -61,7 +102,7 @@ def forward_of(spec):
 KEY_MASK_ARRAY = jnp.asarray(KEY_MASK)
 
 
-@parametrize_variants
+@parametrize_causal
 def test_causality(spec):
     """Changing token t leaves outputs before t bit-equal, and changes output t."""
     forward, (_, state), x = forward_of(spec), layer_of(spec), draw((BATCH, LENGTH, FEATURES))
@@ -79,7 +120,7 @@ def test_padding_content_is_irrelevant(spec):
     forward, (_, state), x = forward_of(spec), layer_of(spec), draw((BATCH, LENGTH, FEATURES))
     before = forward(state, x)
     after = forward(state, jnp.where(KEY_MASK_ARRAY[..., None], x, 1e3 * draw(x.shape, 9)))
-    for case in ("encoder", "padded_decoder"):
+    for case in set(before) - {"decoder"}:
         np.testing.assert_array_equal(np.asarray(before[case])[KEY_MASK], np.asarray(after[case])[KEY_MASK])
 
 
@@ -100,7 +141,7 @@ def test_packed_equals_separate_and_steps_equal_the_full_forward(spec):
 
     @functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
     def run(state, first, second):
-        layer = nnx.merge(graph, state)
+        layer = merge(graph, state)
         padding = jnp.full((1, 1, FEATURES), 5.0)
         row = jnp.concatenate([first, second, padding], axis=1)
         segments = jnp.array([[1] * FIRST + [2] * SECOND + [0]], jnp.int32)
@@ -109,13 +150,16 @@ def test_packed_equals_separate_and_steps_equal_the_full_forward(spec):
         row, segments = jnp.concatenate([row, row]), jnp.concatenate([segments, jnp.ones_like(segments)])
         positions = jnp.concatenate([positions, jnp.arange(FIRST + SECOND + 1, dtype=jnp.int32)[None]])
         out = {}
-        for causal in (False, True):
+        can_decode = as_mixer(spec).decoder_error() is None
+        for causal in (False, True) if can_decode else (False,):
             y = layer(row, causal=causal, q_segments=segments, q_positions=positions)
             kind = "decoder" if causal else "encoder"
             out[kind] = {
                 "packed": (y[:1, :FIRST], y[:1, FIRST : FIRST + SECOND]),
                 "separate": (layer(first, causal=causal), layer(second, causal=causal)),
             }
+        if not can_decode:
+            return out
         x = jnp.concatenate([second, second[:, ::-1]])
         out["full"] = layer(x, causal=True)
         out["steps"] = decode(layer, x, (1,) * SECOND)
@@ -123,11 +167,11 @@ def test_packed_equals_separate_and_steps_equal_the_full_forward(spec):
         return out
 
     out = run(state, first, second)
-    for kind in ("encoder", "decoder"):
+    for kind in {"encoder", "decoder"} & set(out):
         for packed, separate in zip(out[kind]["packed"], out[kind]["separate"], strict=True):
             np.testing.assert_allclose(packed, separate, rtol=0, atol=TOLERANCE)
-    np.testing.assert_allclose(out["steps"], out["full"], rtol=0, atol=TOLERANCE)
-    np.testing.assert_allclose(out["prefill"], out["full"], rtol=0, atol=TOLERANCE)
+    for kind in {"steps", "prefill"} & set(out):
+        np.testing.assert_allclose(out[kind], out["full"], rtol=0, atol=TOLERANCE)
 
 
 def decode(layer, x, sizes):
@@ -147,20 +191,18 @@ def test_what_is_trained_has_a_gradient_and_what_is_fixed_has_none(spec):
 
     @functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
     def gradient(state, x):
-        return jax.grad(lambda state: jnp.sum(nnx.merge(graph, state)(x) * cotangent))(state)
+        return jax.grad(lambda state: jnp.sum(merge(graph, state)(x) * cotangent))(state)
 
-    declared = spec.params(sj.Dims(FEATURES, HEADS, HEAD_DIM))
-    for path, variable in nnx.to_flat_state(gradient(state, x)):
+    own, shared = gradient(state, x)
+    declared = as_mixer(spec).params(sj.Dims(FEATURES, HEADS, HEAD_DIM))
+    for path, variable in nnx.to_flat_state(own):
         found = np.asarray(variable[...])
-        if path[0] != "scores":
-            assert np.any(found), path
-            continue
-        param = functools.reduce(lambda node, name: node[name], path[1:], declared)
-        assert isinstance(param, Param)
+        param = functools.reduce(lambda node, name: node[name], path, declared)
         assert isinstance(variable, nnx.Param if param.trained else sj.Fixed), path
         assert np.any(found) == param.trained, path
-        if path[-1] == "R" and param.trained:
+        if path[-1] == "R" and param.trained and isinstance(spec, Spec):
             assert np.all(found), "all n x n entries are used at full length"
+    assert all(np.any(found) for found in jax.tree.leaves(shared))
 
 
 @parametrize_variants
@@ -170,8 +212,9 @@ def test_bfloat16_is_close_to_float32(spec):
 
     @functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
     def run(state, x):
-        layer = nnx.merge(graph, state)
-        return tuple(layer(x.astype(t), key_mask=KEY_MASK_ARRAY, causal=True) for t in (jnp.float32, jnp.bfloat16))
+        layer = merge(graph, state)
+        causal = as_mixer(spec).decoder_error() is None
+        return tuple(layer(x.astype(t), key_mask=KEY_MASK_ARRAY, causal=causal) for t in (jnp.float32, jnp.bfloat16))
 
     full, half = run(state, x)
     assert half.dtype == jnp.bfloat16
@@ -179,52 +222,63 @@ def test_bfloat16_is_close_to_float32(spec):
     assert oracle.relative_error(half, full) < 5e-2
 
 
+def trace(spec, call, *lengths):
+    """Shapes of call(layer, x, ...) with inputs of these lengths; nothing is computed."""
+    inputs = [jax.ShapeDtypeStruct((1, length, FEATURES), jnp.float32) for length in lengths]
+
+    def run(shared, *inputs):
+        return call(InStack(make_layer(spec), shared), *inputs)
+
+    return jax.eval_shape(run, declared_shared(spec), *inputs)
+
+
 @parametrize_variants
 def test_lengths_above_the_maximum_are_refused(spec):
-    n = spec.longest()
+    n = as_mixer(spec).longest()
     if n is None:
         pytest.skip("any length")
-
-    def trace(length):
-        return jax.eval_shape(lambda x: make_layer(spec)(x), jax.ShapeDtypeStruct((1, length, FEATURES), jnp.float32))
-
-    assert trace(n).shape == (1, n, FEATURES)
+    assert trace(spec, lambda layer, x: layer(x), n).shape == (1, n, FEATURES)
     with pytest.raises(ValueError, match=rf"length {n + 1} is more than max_length={n}"):
-        trace(n + 1)
-    with pytest.raises(ValueError, match=rf"length: expected at most max_length={n} of the scores, got {n + 1}"):
-        jax.eval_shape(lambda: make_layer(spec).init_cache(1, n + 1))
+        trace(spec, lambda layer, x: layer(x), n + 1)
+    if as_mixer(spec).decoder_error() is None:
+        with pytest.raises(ValueError, match=rf"length: expected at most max_length={n} of the scores, got {n + 1}"):
+            trace(spec, lambda layer: layer.init_cache(1, n + 1))
 
 
 @parametrize_variants
 def test_cross_attention_is_refused_by_name_or_works(spec):
-
-    def trace():
-        inputs = [jax.ShapeDtypeStruct((1, length, FEATURES), jnp.float32) for length in (4, 6)]
-        return jax.eval_shape(lambda x, other: make_layer(spec)(x, other), *inputs)
-
-    if spec.longest() is None:
-        assert trace().shape == (1, 4, FEATURES)
+    error = as_mixer(spec).cross_attention_error()
+    if error is None:
+        assert trace(spec, lambda layer, x, other: layer(x, other), 4, 6).shape == (1, 4, FEATURES)
     else:
-        with pytest.raises(
-            ValueError, match=r"x_kv: (Random|FactorizedRandom|Dense|FactorizedDense) scores .* DotProduct"
-        ):
-            trace()
+        with pytest.raises(ValueError, match=f"^x_kv: {re.escape(error)}"):
+            trace(spec, lambda layer, x, other: layer(x, other), 4, 6)
+        assert "use " in error, "says what to do"
 
 
 @parametrize_variants
-def test_segments_without_positions_are_refused_where_scores_are_indexed_by_them(spec):
+def test_causality_is_refused_by_name_where_it_cannot_be(spec):
+    error = as_mixer(spec).decoder_error()
+    if error is None:
+        pytest.skip("can be causal")
+    with pytest.raises(ValueError, match=f"^causal: {re.escape(error)}"):
+        trace(spec, lambda layer, x: layer(x, causal=True), 4)
+    with pytest.raises(ValueError, match=re.escape(error)):
+        trace(spec, lambda layer: layer.init_cache(1, 4))
+
+
+@parametrize_variants
+def test_segments_without_positions_are_refused_where_the_mixer_is_indexed_by_them(spec):
     """Else a packed row would silently be indexed by slot."""
 
-    def trace():
-        x = jax.ShapeDtypeStruct((1, 4, FEATURES), jnp.float32)
-        segments = jax.ShapeDtypeStruct((1, 4), jnp.int32)
-        return jax.eval_shape(lambda x, segments: make_layer(spec)(x, q_segments=segments), x, segments)
+    def call(layer, x):
+        return layer(x, q_segments=jnp.ones((1, 4), jnp.int32))
 
-    if spec.longest() is None:
-        assert trace().shape == (1, 4, FEATURES)
-    else:
+    if as_mixer(spec).reads_positions():
         with pytest.raises(ValueError, match="q_positions: expected the positions within the segments"):
-            trace()
+            trace(spec, call, 4)
+    else:
+        assert trace(spec, call, 4).shape == (1, 4, FEATURES)
 
 
 @pytest.mark.parametrize("name", ["R", "R+V"])

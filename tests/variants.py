@@ -1,4 +1,7 @@
-"""The one tuple of all attention scores that drives the properties: adding a variant is one row here."""
+"""The tuples of all variants that drive the properties: adding a variant is one row here.
+
+VARIANTS are scores; MIXERS are all that a layer can be made of: the scores, and what takes attention's place.
+"""
 
 import synthesizer_jax as sj
 
@@ -31,4 +34,10 @@ VARIANTS = (
         ),
     ),
     ("nested", sj.Mixture((sj.synthesizer("R+D", MAX_LENGTH), sj.DotProduct(), sj.Random(MAX_LENGTH)))),
+)
+
+MIXERS = (
+    *VARIANTS,
+    ("V local", sj.MultiHead(sj.DotProduct(), keys=sj.Sparse(3))),
+    ("R+V strided", sj.MultiHead(sj.synthesizer("R+V", MAX_LENGTH), keys=sj.Sparse(2, stride=4))),
 )

@@ -112,6 +112,10 @@ class Mixer(abc.ABC):
         """Why no bias, such as T5's relative position bias, can be added to its scores."""
         return None
 
+    def reads_positions(self) -> bool:
+        """Whether the result depends on where in its segment a token stands, not on distances alone."""
+        return False
+
     def longest(self) -> int | None:
         """The maximum length n that the parameters cover; None when any length will do."""
         return None
@@ -131,6 +135,15 @@ def check_decoder(mixer: Mixer, around: Surroundings) -> None:
     """Refuse a causal call of what can't be causal."""
     if around.causal and mixer.decoder_error():
         raise ValueError(f"causal: {mixer.decoder_error()}")
+
+
+def check_positions(mixer: Mixer, around: Surroundings, what: str) -> None:
+    """Refuse packed rows whose tokens don't say where in their segment they stand."""
+    if around.q_segments is not None and around.q_positions is None and mixer.reads_positions():
+        raise ValueError(
+            f"q_positions: expected the positions within the segments, from 0, beside q_segments: {what} is indexed by "
+            "them; give jnp.arange(length) to index by slot"
+        )
 
 
 def check_plain(mixer: Mixer, x_kv: Array | None, around: Surroundings) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from synthesizer_jax.axes import EMBED, HEADS, KV, Param, fan_in
-from synthesizer_jax.mixers.mixer import Cache, Mixer, Surroundings, check_cache_length, is_own
+from synthesizer_jax.mixers.mixer import Cache, Mixer, Surroundings, check_cache_length, check_positions, is_own
 from synthesizer_jax.ops.attend import Path, attend, attention_weights
 from synthesizer_jax.scores.base import Dims, Parameters, Spec, check_positive, project
 
@@ -122,6 +122,9 @@ class MultiHead(Mixer):
             return "Sparse keys are neighbours within one sequence; use MultiHead(scores) without keys"
         return self.scores.cross_attention_error()
 
+    def reads_positions(self):
+        return self.scores.reads_positions()
+
     def longest(self):
         return self.scores.longest()
 
@@ -138,11 +141,7 @@ class MultiHead(Mixer):
 
     def _seen(self, x, x_kv, around):
         """Keys with their positions and masks: those of x itself, of a memory and x, or of another sequence."""
-        if around.q_segments is not None and around.q_positions is None and self.scores.reads_positions():
-            raise ValueError(
-                f"q_positions: expected the positions within the segments, from 0, beside q_segments: "
-                f"{type(self.scores).__name__} scores are indexed by them; give jnp.arange(length) to index by slot"
-            )
+        check_positions(self, around, type(self.scores).__name__)
         if around.memory is not None:
             return self._with_memory(x, x_kv, around)
         if not is_own(x, x_kv):

@@ -9,6 +9,7 @@ from synthesizer_jax.scores.base import Spec as Spec
 from synthesizer_jax.scores.dense import Dense as Dense
 from synthesizer_jax.scores.dense import FactorizedDense as FactorizedDense
 from synthesizer_jax.scores.dot_product import DotProduct as DotProduct
+from synthesizer_jax.scores.kernels import Kernel as Kernel
 from synthesizer_jax.scores.mixture import Mixture as Mixture
 from synthesizer_jax.scores.position import RelativePositionBias as RelativePositionBias
 from synthesizer_jax.scores.random import FactorizedRandom as FactorizedRandom

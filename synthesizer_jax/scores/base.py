@@ -218,13 +218,18 @@ class Synthetic(Spec):
 
     def check_lengths(self, q_length: int, k_length: int, q_positions, k_positions) -> None:
         """Refuse lengths and known positions that pass max_length."""
-        for what, length, positions in (("query", q_length, q_positions), ("key", k_length, k_positions)):
-            if length > self.max_length:
-                raise ValueError(
-                    f"{type(self).__name__}: {what} length {length} is more than max_length={self.max_length}; "
-                    "build the scores with a larger max_length, or shorten the sequences"
-                )
-            _check_positions(f"{what[0]}_positions", positions, self.max_length)
+        check_reach(type(self).__name__, self.max_length, q_length, k_length, q_positions, k_positions)
+
+
+def check_reach(what: str, max_length: int, q_length: int, k_length: int, q_positions, k_positions) -> None:
+    """Refuse lengths and known positions that pass max_length. what: the name of the thing that is limited."""
+    for side, length, positions in (("query", q_length, q_positions), ("key", k_length, k_positions)):
+        if length > max_length:
+            raise ValueError(
+                f"{what}: {side} length {length} is more than max_length={max_length}; "
+                "build the scores with a larger max_length, or shorten the sequences"
+            )
+        _check_positions(f"{side[0]}_positions", positions, max_length)
 
 
 def _check_positions(name: str, positions, max_length: int) -> None:
