@@ -325,25 +325,37 @@ def is_shared(spec, *positions, bias=None):
 
 
 def attention_weights(
-    logits, *, shared=False, key_mask=None, causal=False, q_offset=0, q_segments=None, k_segments=None, bias=None
+    logits,
+    *,
+    shared=False,
+    key_mask=None,
+    causal=False,
+    q_offset=0,
+    q_segments=None,
+    k_segments=None,
+    bias=None,
+    mask=None,
 ):
     """The masked softmax, [b, h, q, k]; a row without keys is 0.
 
     shared: scores shared by the whole batch are by definition max(S, rowmax - 100), the row maximum over the keys that
-    the causal rule allows (whatever the key mask says) and a constant to the gradient.
+    the causal rule allows (whatever the key mask says) and a constant to the gradient. mask [b|1, h|1, q, k]: a further
+    rule, which stands beside the causal one where the batch shares it; where it differs in the batch, nothing is shared.
     """
     b, h, q, k = logits.shape[:4]
     k_segments = q_segments if k_segments is None else k_segments
     out = np.empty((b, h, q, k), dtype=object)
     for n, g, i in np.ndindex(b, h, q):
         before = [j for j in range(k) if not causal or j <= i + q_offset]
+        if mask is not None and mask.shape[0] == 1:
+            before = [j for j in before if _at(mask, n, g, i, j)]
         row = {j: logits[n, g, i, j] for j in before}
         if bias is not None:
             row = {j: x + _at(bias, n, g, i, j) for j, x in row.items()}
-        if shared and row:
+        if shared and row and (mask is None or mask.shape[0] == 1):
             floor = max(np.max(real(x)) for x in row.values()) - 100.0
             row = {j: at_least(x, floor) for j, x in row.items()}
-        keys = before
+        keys = before if mask is None else [j for j in before if _at(mask, n, g, i, j)]
         if key_mask is not None:
             keys = [j for j in keys if key_mask[n, j]]
         if q_segments is not None:

@@ -254,6 +254,163 @@ def test_floor_changes_nothing_within_100_nats():
     assert oracle.relative_error(out, oracle.value(plain)) < TOLERANCE
 
 
+# Masks of pairs
+
+
+def draw_mask(batch, heads, seed):
+    """About half of the pairs; some rows of the first sequence have none, and nobody sees key 2."""
+    mask = np.random.default_rng(seed).random((batch, heads, LENGTH, LENGTH)) < 0.5
+    mask[0, :, (1, 4)] = False
+    mask[..., 2] = False
+    return mask
+
+
+MASKS = {
+    "each_sequence_and_head": (draw_mask(2, DIMS.heads, 0), {}),
+    "each_sequence": (draw_mask(2, 1, 1), {"causal": True}),
+    "each_head": (draw_mask(1, DIMS.heads, 2), {"key_mask": KEY_MASK}),
+    "one_for_all": (draw_mask(1, 1, 3), {"causal": True, "key_mask": KEY_MASK}),
+    "packed": (draw_mask(1, DIMS.heads, 4), {"q_segments": SEGMENTS, "k_segments": SEGMENTS}),
+}
+MASKED_SPECS = {
+    "R": sj.Random(12),
+    "V": sj.DotProduct(),
+    "D": sj.Dense(12),
+    "R+V": sj.synthesizer("R+V", 12),
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=oracle.QUICK_TO_COMPILE)
+def masked_gradients(spec, path, tree, cotangent):
+    def loss(tree, mask, masks):
+        s = spec(tree["scores"], tree["x"], tree["x"])
+        values = jnp.einsum("bke,ehd->bkhd", tree["x"], tree["value"])
+        out = sj.attend(s, values, mask=jnp.asarray(mask), **asarrays(masks), path=path)
+        return jnp.sum(out * cotangent), out
+
+    with jax.default_matmul_precision("highest"):
+        return {name: jax.value_and_grad(loss, has_aux=True)(tree, *both) for name, both in MASKS.items()}
+
+
+@pytest.mark.parametrize(("name", "path"), [*((name, "auto") for name in MASKED_SPECS), ("R", "xla")])
+def test_masks_of_pairs_equal_the_oracle(name, path):
+    spec = MASKED_SPECS[name]
+    tree = drawn_tree(spec, "no_mask")
+    cotangent = draw((BATCH, LENGTH, DIMS.heads, DIMS.head_dim), 102)
+    for case, ((_, out), gradients) in masked_gradients(spec, path, tree, cotangent).items():
+        mask, masks = MASKS[case]
+
+        def function(t, mask=mask, masks=masks):
+            logits, values = oracle.logits(spec, t["scores"], t["x"]), oracle.project(t["x"], t["value"])
+            return oracle.attend(logits, values, shared=oracle.is_shared(spec), mask=mask, **masks)
+
+        expected, expected_gradients = oracle.gradients(function, tree, cotangent)
+        assert oracle.relative_error(out, expected) < TOLERANCE, case
+        error, where = oracle.worst(jax.tree.map(np.asarray, gradients), expected_gradients, floor=1.0)
+        assert error < TOLERANCE, (case, where)
+        empty = ~np.any(np.broadcast_to(mask, (BATCH, DIMS.heads, LENGTH, LENGTH)), axis=-1)
+        assert empty.any() and not np.asarray(out).swapaxes(1, 2)[empty].any(), case
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared_by_the_batch", "own"])
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_masks_of_pairs_on_hard_tables(name, own):
+    """A mask that is shared keeps the shared algorithm and its floor; one of each sequence's own is the exact softmax."""
+    table, key_mask, causal = ADVERSARIAL[name]
+    mask = draw_mask(3 if own else 1, 2, 5)
+    tree = {"table": table, "values": draw((3, 6, 2, 3), 1)}
+    cotangent = draw((3, 6, 2, 3), 2)
+    masks = {"key_mask": key_mask, "causal": causal, "mask": mask}
+
+    @jax.jit
+    def run(tree):
+        def loss(tree):
+            out = sj.attend(sj.Scores(bias=tree["table"][None]), tree["values"], **asarrays(masks))
+            return jnp.sum(out * cotangent), out
+
+        with jax.default_matmul_precision("highest"):
+            return jax.value_and_grad(loss, has_aux=True)(tree)
+
+    (_, out), gradients = run(tree)
+
+    def function(t):
+        logits = oracle.build((3, 2, 6, 6), lambda n, g, i, j: t["table"][g, i, j])
+        return oracle.attend(logits, t["values"], shared=True, **masks)
+
+    expected, expected_gradients = oracle.gradients(function, tree, cotangent)
+    assert oracle.relative_error(out, expected) < TOLERANCE
+    assert oracle.relative_error(gradients["values"], expected_gradients["values"]) < TOLERANCE
+    assert oracle.relative_error(gradients["table"], expected_gradients["table"], floor=1.0) < TOLERANCE
+
+
+@pytest.mark.parametrize("notation", ["R", "V", "R+V", "D"])
+@pytest.mark.parametrize("batch", [1, BATCH])
+def test_a_mask_says_what_the_keywords_say(notation, batch):
+    """Causality, padding and segments as one mask [b, 1, q, k]; to the bit where the same algorithm serves both."""
+    spec = sj.synthesizer(notation, max_length=8)
+    tree = drawn_tree(spec, "no_mask")
+    x, key_mask, segments = tree["x"][:batch], jnp.asarray(KEY_MASK)[:batch], jnp.asarray(SEGMENTS)[:batch]
+    causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[None, None]
+    same = (segments[:, None, :, None] == segments[:, None, None, :]) & (segments[:, None, None, :] > 0)
+
+    @jax.jit
+    def run(scores):
+        s, values = spec(scores, x, x), jnp.einsum("bke,ehd->bkhd", x, tree["value"])
+        padded = sj.attend(s, values, key_mask=key_mask, causal=True, path="xla")
+        packed = sj.attend(s, values, q_segments=segments, k_segments=segments, causal=True)
+        return (
+            (padded, sj.attend(s, values, mask=causal & key_mask[:, None, None, :], path="xla")),
+            (packed, sj.attend(s, values, mask=causal & same)),
+            (sj.attend(s, values, causal=True), sj.attend(s, values, mask=causal)),
+        )
+
+    for keywords, mask in run(tree["scores"]):
+        np.testing.assert_allclose(keywords, mask, rtol=0, atol=1e-6)
+
+
+def test_a_mask_shared_by_the_batch_keeps_the_shared_algorithm():
+    """[b, h, q, k] is in the program for a mask of each sequence's own, and for no other."""
+    table, values = jnp.zeros((1, 2, 7, 9)), jnp.zeros((5, 9, 2, 3))
+
+    def program(*shape):
+        mask = jnp.ones(shape, bool)
+        return str(jax.make_jaxpr(lambda t, v: sj.attend(sj.Scores(bias=t), v, mask=mask))(table, values))
+
+    assert "f32[5,2,7,9]" not in program(1, 2, 7, 9) and "f32[5,2,7,9]" not in program(1, 1, 7, 9)
+    assert "f32[5,2,7,9]" in program(5, 1, 7, 9)
+    with pytest.raises(ValueError, match=r"path: 'shared' needs .* mask of shape \(5, 1, 7, 9\)"):
+        sj.attend(sj.Scores(bias=table), values, mask=jnp.ones((5, 1, 7, 9), bool), path="shared")
+
+
+def test_weights_under_a_mask_are_what_attend_applies():
+    tree = drawn_tree(sj.DotProduct(), "no_mask")
+    mask = jnp.asarray(draw_mask(BATCH, DIMS.heads, 6))
+    s = sj.DotProduct()(tree["scores"], tree["x"], tree["x"])
+    values = jnp.einsum("bke,ehd->bkhd", tree["x"], tree["value"])
+    weights = attention_weights(s, batch=BATCH, k_length=LENGTH, mask=mask)
+    np.testing.assert_allclose(
+        jnp.einsum("bhqk,bkhd->bqhd", weights, values), sj.attend(s, values, mask=mask), rtol=0, atol=2e-6
+    )
+    np.testing.assert_allclose(weights.sum(-1), jnp.any(mask, -1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (BATCH, 1), (BATCH, DIMS.heads)])
+@pytest.mark.parametrize("notation", ["R", "V", "R+V"])
+def test_keys_that_no_query_may_see_may_hold_anything(notation, shape):
+    """Key 2 of draw_mask: neither inf nor NaN in its value reaches outputs and gradients."""
+    spec = sj.synthesizer(notation, max_length=8)
+    tree, mask = drawn_tree(spec, "no_mask"), jnp.asarray(draw_mask(*shape, 7))
+    for content in (jnp.inf, jnp.nan):
+        values = jnp.asarray(draw((2, 6, 2, 3), 0)).at[:, 2].set(content)
+
+        def loss(tree, values):
+            return jnp.sum(sj.attend(spec(tree["scores"], tree["x"], tree["x"]), values, mask=mask))
+
+        loss, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(tree, values)
+        assert np.isfinite(loss) and all(np.all(np.isfinite(g)) for g in jax.tree.leaves(gradients))
+        assert not np.any(gradients[1][:, 2])
+
+
 def test_large_values_behind_the_mask_do_not_leak():
     """Masked by selection: inf in padded values gives neither inf nor NaN, nor a gradient."""
     key_mask = jnp.asarray(KEY_MASK)
@@ -315,6 +472,10 @@ def test_dropout_drops_whole_keys_of_the_values():
         ),
         ({"key_mask": jnp.ones((2, 6))}, r"key_mask: expected booleans of shape \[b, k\] = \(2, 6\).*got float32"),
         ({"key_mask": jnp.ones((2, 5), bool)}, r"key_mask: expected booleans of shape \[b, k\] = \(2, 6\).*\(2, 5\)"),
+        ({"mask": jnp.ones((2, 1, 6, 6))}, r"mask: expected booleans .* b, h, q, k = \(2, 2, 6, 6\).*got float32"),
+        ({"mask": jnp.ones((2, 6, 6), bool)}, r"mask: expected booleans of shape \[b\|1, h\|1, q\|1, k\]"),
+        ({"mask": jnp.ones((2, 3, 6, 6), bool)}, r"mask: expected booleans .* got bool \(2, 3, 6, 6\)"),
+        ({"mask": jnp.ones((2, 1, 6, 5), bool)}, r"mask: expected booleans .* got bool \(2, 1, 6, 5\)"),
         ({"q_segments": jnp.ones((2, 6), jnp.int32)}, r"q_segments, k_segments: expected both or neither"),
         (
             {"q_segments": jnp.ones((2, 6), jnp.int32), "k_segments": jnp.ones((2, 5), jnp.int32)},

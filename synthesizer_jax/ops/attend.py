@@ -10,7 +10,8 @@ gradient 0. Two exact algorithms:
 Scores shared by the batch are defined with a floor: R'_ij = max(R_ij, max_j' R_ij' - 100), the maximum over the keys that
 causality and sparsity allow, the floor constant for the gradient. Without it a sequence whose own keys all lie far below
 the row's maximum would divide by an underflowed sum; with it nothing underflows and no branch is needed. It changes the
-softmax only where every key of a sequence is more than 100 nats below the largest entry of its row.
+softmax only where every key of a sequence is more than 100 nats below the largest entry of its row. Under a mask of
+each sequence's own nothing is shared, and there is no floor.
 
 Kernels without a logarithm (`Scores.factor`) are divided by their sum over the keys. Where a signed kernel's sum is less
 than 1e-6 of the sum of the sizes, the quotient is not defined in float32, and output and gradient are 0.
@@ -58,6 +59,7 @@ def attend(
     q_segments: Int[Array, "b q"] | None = None,
     k_segments: Int[Array, "b k"] | None = None,
     allowed: Bool[Array, "q k"] | None = None,
+    mask: Bool[Array, "_b _h _q k"] | None = None,
     bias: Float[Array, "_b _h _q k"] | None = None,
     dropout: Dropout | None = None,
     path: Path = "auto",
@@ -66,36 +68,43 @@ def attend(
 
     key_mask: True = may be attended to. causal: query i sees keys up to i + q_offset. q_segments, k_segments: a query
     sees keys of its own segment; segment 0 is padding, whose keys nobody sees. allowed [q, k]: False where a query never
-    sees a key, whatever the sequence (sparse attention). bias [b|1, h|1, q|1, k] is added to the scores. dropout acts on
-    the weights after normalisation. path: "auto" takes "shared" where it applies.
+    sees a key, whatever the sequence (sparse attention). mask [b|1, h|1, q|1, k]: any other rule, True = may attend. A
+    key is seen where all of these allow it; what stands at keys that no query sees is irrelevant, be it inf or NaN. bias
+    [b|1, h|1, q|1, k] is added to the scores. dropout acts on the weights after normalisation. path: "auto" takes
+    "shared" where it applies.
+
+    A mask of each sequence's own costs [b, h, q, k] even with scores that the batch shares: prefer key_mask, causal and
+    segments where they say the same. One with batch axis 1 keeps the shared algorithm.
 
     Raises ValueError for shapes that don't fit and for a path that can't serve the scores.
     """
     if bias is not None:
         scores = scores + Scores(bias=bias.astype(jnp.float32))
-    _check(scores, values, key_mask, q_segments, k_segments, path)
+    masks = _Masks(key_mask, causal, q_offset, q_segments, k_segments, allowed, mask)
+    _check(scores, values, masks, path)
     if dropout is not None and dropout.rate > 0:
-        values = _drop_keys(values, dropout)
-    shared = scores.shared_by_batch and q_segments is None
+        values = drop_keys(values, dropout)
+    shared = scores.shared_by_batch and q_segments is None and not masks.differ_by_mask
     if path == "shared" and not shared:
         raise ValueError(
-            "path: 'shared' needs scores that are a bias with batch axis 1 and no segments, got "
-            f"{_describe(scores)}, {'no ' if q_segments is None else ''}segments; use path='auto'"
+            "path: 'shared' needs scores that are a bias with batch axis 1, no segments and no mask of each sequence's "
+            f"own, got {_describe(scores)}, {'no ' if q_segments is None else ''}segments, "
+            f"mask of shape {None if mask is None else mask.shape}; use path='auto'"
         )
     if shared and path != "xla":
-        q_length = scores.bias.shape[2] if allowed is None else allowed.shape[0]
-        common = _common_mask(q_length, values.shape[1], causal, q_offset, allowed)
-        return _attend_shared(scores.bias, values, key_mask, common)
-    weights, has_key = _weights(scores, values.shape[1], key_mask, causal, q_offset, q_segments, k_segments, allowed)
-    if key_mask is not None:
-        values = jnp.where(key_mask[:, :, None, None], values, 0)
+        common = masks.common(scores, values.shape[1])
+        values = values if mask is None else _seen(values, common)
+        table = jnp.broadcast_to(scores.bias[0], (values.shape[2], masks.q_length(scores), values.shape[1]))
+        return _shared_softmax(table, values, key_mask, None if common is None else common[0])
+    weights, allowed, has_key = _weights(scores, values.shape[1], masks)
+    values = _masked(values, key_mask) if mask is None else _seen(values, allowed)
     weights = weights.astype(values.dtype)
     if weights.shape[0] == 1:
         out = contract("hqk,bkhd->bqhd", weights[0], values)
     else:
         out = contract("bhqk,bkhd->bqhd", weights, values)
     if has_key is not None:
-        out = jnp.where(has_key[:, :, None, None], out, 0)
+        out = jnp.where(jnp.swapaxes(has_key, 1, 2), out, 0)
     return out.astype(values.dtype)
 
 
@@ -109,68 +118,93 @@ def attention_weights(
     q_segments: Int[Array, "b q"] | None = None,
     k_segments: Int[Array, "b k"] | None = None,
     allowed: Bool[Array, "q k"] | None = None,
+    mask: Bool[Array, "_b _h _q k"] | None = None,
     bias: Float[Array, "_b _h _q k"] | None = None,
 ) -> Float[Array, "b h q k"]:
     """The normalised weights [b, h, q, k] in float32 that `attend` would apply to the values: for looking at."""
     if bias is not None:
         scores = scores + Scores(bias=bias.astype(jnp.float32))
-    weights, has_key = _weights(scores, k_length, key_mask, causal, q_offset, q_segments, k_segments, allowed)
+    masks = _Masks(key_mask, causal, q_offset, q_segments, k_segments, allowed, mask)
+    weights, _, has_key = _weights(scores, k_length, masks)
     if has_key is not None:
-        weights = jnp.where(has_key[:, None, :, None], weights, 0)
+        weights = jnp.where(has_key, weights, 0)
     return jnp.broadcast_to(weights, (batch, *weights.shape[1:]))
 
 
-def _weights(scores, k_length, key_mask, causal, q_offset, q_segments, k_segments, never):
-    """(weights [b|1, h, q, k] in float32, has_key [b|1, q] or None): rows without keys are not zeroed here."""
-    logits = scores.exponent()
-    q_length = _q_length(scores, q_segments)
+class _Masks(NamedTuple):
+    """All that says which keys a query may attend to, see `attend`."""
+
+    key_mask: Array | None
+    causal: bool
+    q_offset: int | Array
+    q_segments: Array | None
+    k_segments: Array | None
+    allowed: Array | None
+    mask: Array | None
+
+    @property
+    def differ_by_mask(self) -> bool:
+        """True where `mask` is each sequence's own."""
+        return self.mask is not None and self.mask.shape[0] > 1
+
+    def q_length(self, scores):
+        """The number of queries, that any of the arguments may say."""
+        lengths = [scores.query.shape[1]] if scores.query is not None else [_table(scores).shape[2]]
+        lengths += [] if self.q_segments is None else [self.q_segments.shape[1]]
+        lengths += [] if self.allowed is None else [self.allowed.shape[0]]
+        return max(lengths + ([] if self.mask is None else [self.mask.shape[2]]))
+
+    def common(self, scores, k_length):
+        """[1, h|1, q, k], False where no sequence may attend; None where nothing is forbidden."""
+        causal = _causal(self.q_length(scores), k_length, self.q_offset) if self.causal else None
+        rule = _both(causal, self.allowed)
+        rule = None if rule is None else rule[None, None]
+        return rule if self.differ_by_mask else _both(rule, self.mask)
+
+    def own(self):
+        """[b, h|1, q|1, k], False where a sequence's own rules forbid; None where it has none."""
+        rule = None if self.key_mask is None else self.key_mask[:, None, None, :]
+        if self.q_segments is not None:
+            keys = self.k_segments[:, None, None, :]
+            rule = _both(rule, (self.q_segments[:, None, :, None] == keys) & (keys > 0))
+        return _both(rule, self.mask) if self.differ_by_mask else rule
+
+
+def _weights(scores, k_length, masks):
+    """(weights [b|1, h, q, k] in float32, which keys are allowed, [b|1, h|1, q|1, k] or None, and where a row has any).
+
+    Rows without keys are not zeroed here; has_key [b|1, h|1, q|1, 1] is None where each has one.
+    """
+    logits, common, own = scores.exponent(), masks.common(scores, k_length), masks.own()
     if logits is not None:
-        logits = jnp.broadcast_to(logits, (*logits.shape[:2], q_length, k_length))
-    common = _common_mask(q_length, k_length, causal, q_offset, never)
-    if scores.shared_by_batch:
+        logits = jnp.broadcast_to(logits, (*logits.shape[:2], masks.q_length(scores), k_length))
+    if scores.shared_by_batch and not masks.differ_by_mask:
         shifted = logits - _row_max(logits, common)  # a constant of the row, that the softmax doesn't see
         logits = jnp.where(shifted < -_FLOOR, -_FLOOR, shifted)  # not maximum: it halves the gradient of a tie
-    allowed = None if common is None else common[None]
-    if key_mask is not None:
-        allowed = _both(allowed, key_mask[:, None, :])
-    if q_segments is not None:
-        same = (q_segments[:, :, None] == k_segments[:, None, :]) & (k_segments[:, None, :] > 0)
-        allowed = _both(allowed, same)
+    allowed = _both(common, own)
     # A causal row always has its first key; only the other masks can leave a row without any.
-    has_key = None if key_mask is None and q_segments is None and never is None else jnp.any(allowed, axis=-1)
+    always = own is None and masks.allowed is None and masks.mask is None
+    has_key = None if always else jnp.any(allowed, axis=-1, keepdims=True)
     if scores.factor is not None:
-        return _normalised_by_sum(logits, scores.factor, allowed), has_key
-    if allowed is None:
-        return jax.nn.softmax(logits, axis=-1), None
-    return jax.nn.softmax(jnp.where(allowed[:, None], logits, _MASKED), axis=-1), has_key
+        return _normalised_by_sum(logits, scores.factor, allowed), allowed, has_key
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, _MASKED)
+    return jax.nn.softmax(logits, axis=-1), allowed, has_key
 
 
 def _normalised_by_sum(logits, factor, allowed):
     """factor * exp(logits) over its sum along the keys; 0, with gradient 0, where the sum cancels to nothing."""
     if logits is not None:
-        factor = factor * jnp.exp(logits - _row_max(logits, None if allowed is None else allowed[:, None]))
+        factor = factor * jnp.exp(logits - _row_max(logits, allowed))
     if allowed is not None:
-        factor = jnp.where(allowed[:, None], factor, 0)
+        factor = jnp.where(allowed, factor, 0)
     total = jnp.sum(factor, axis=-1, keepdims=True)
     defined = jnp.abs(total) > _SMALLEST_SUM * jnp.sum(jnp.abs(factor), axis=-1, keepdims=True)
     return jnp.where(defined, factor / jnp.where(defined, total, 1), 0)
 
 
-def _common_mask(q_length, k_length, causal, q_offset, allowed):
-    """[q, k], what no sequence may attend to; None where nothing is forbidden."""
-    return _both(_causal(q_length, k_length, q_offset) if causal else None, allowed)
-
-
 def _both(first, second):
     return second if first is None else first if second is None else first & second
-
-
-def _q_length(scores, q_segments):
-    if scores.query is not None:
-        return scores.query.shape[1]
-    if scores.factor is not None:
-        return scores.factor.shape[2]
-    return scores.bias.shape[2] if q_segments is None else q_segments.shape[1]
 
 
 def _causal(q_length, k_length, q_offset):
@@ -185,35 +219,33 @@ def _row_max(logits, allowed):
     )
 
 
-def _drop_keys(values, dropout):
+def drop_keys(values: Float[Array, "b k h d"], dropout: Dropout) -> Float[Array, "b k h d"]:
+    """The values without those that are dropped, whole keys of a head, the others scaled up."""
     keep = jax.random.bernoulli(dropout.key, 1 - dropout.rate, values.shape[:3])[..., None]
     return jnp.where(keep, values / (1 - dropout.rate), 0)
 
 
-def _attend_shared(bias, values, key_mask, causal_mask):
-    heads = values.shape[2]
-    table = jnp.broadcast_to(bias[0], (heads, *bias.shape[2:]))
-    return _shared_softmax(table, values, key_mask, causal_mask)
-
-
-def _exponentials(table, causal_mask):
-    """(e [h, q, k] = 2^40 exp(R' - rowmax), 0 where not causally allowed; whether R is above its floor)."""
-    shifted = table - _row_max(table, causal_mask)
+def _exponentials(table, common):
+    """(e [h, q, k] = 2^40 exp(R' - rowmax), 0 where no sequence may attend; whether R is above its floor)."""
+    shifted = table - _row_max(table, common)
     half = jnp.exp(jnp.maximum(shifted, -_FLOOR) / 2)
     e = (half * _SCALE) * half  # in this order no factor is below float32's normal range
-    if causal_mask is not None:
-        e = jnp.where(causal_mask, e, 0)
+    if common is not None:
+        e = jnp.where(common, e, 0)
     return e, shifted >= -_FLOOR
 
 
 @jax.custom_vjp
-def _shared_softmax(table, values, key_mask, causal_mask):
-    """Softmax of table [h, q, k] over each sequence's keys, times values [b, k, h, d]; [b, q, h, d]."""
-    return _shared_softmax_forward(table, values, key_mask, causal_mask)[0]
+def _shared_softmax(table, values, key_mask, common):
+    """Softmax of table [h, q, k] over each sequence's keys, times values [b, k, h, d]; [b, q, h, d].
+
+    common [h|1, q, k]: what all sequences may attend to.
+    """
+    return _shared_softmax_forward(table, values, key_mask, common)[0]
 
 
-def _shared_softmax_forward(table, values, key_mask, causal_mask):
-    e = _exponentials(table, causal_mask)[0].astype(values.dtype)
+def _shared_softmax_forward(table, values, key_mask, common):
+    e = _exponentials(table, common)[0].astype(values.dtype)
     numerator = contract("hqk,bkhd->bqhd", e, _masked(values, key_mask))
     if key_mask is None:
         denominator = jnp.sum(e, axis=-1, dtype=jnp.float32).T[None]  # [1, q, h]: each sequence has all keys
@@ -221,12 +253,12 @@ def _shared_softmax_forward(table, values, key_mask, causal_mask):
         denominator = contract("hqk,bk->bqh", e, key_mask.astype(e.dtype))
     inverse = jnp.where(denominator > 0, 1 / jnp.where(denominator > 0, denominator, 1), 0)
     out = (numerator * inverse[..., None]).astype(values.dtype)
-    return out, (table, values, key_mask, causal_mask, inverse, out)
+    return out, (table, values, key_mask, common, inverse, out)
 
 
 def _shared_softmax_backward(residuals, gradient):
-    table, values, key_mask, causal_mask, inverse, out = residuals
-    e, above_floor = _exponentials(table, causal_mask)
+    table, values, key_mask, common, inverse, out = residuals
+    e, above_floor = _exponentials(table, common)
     scaled = gradient.astype(jnp.float32) * inverse[..., None]  # g / den
     correction = jnp.sum(scaled * out.astype(jnp.float32), axis=-1)  # [b, q, h]
     scaled = scaled.astype(values.dtype)
@@ -248,6 +280,12 @@ def _masked(values, key_mask):
     return values if key_mask is None else jnp.where(key_mask[:, :, None, None], values, 0)
 
 
+def _seen(values, allowed):
+    """Values [b, k, h, d] of the keys that some query may attend to, 0 at the others."""
+    seen = jnp.any(allowed, axis=2)  # [b|1, h|1, k]
+    return jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], values, 0)
+
+
 def _table(scores):
     return scores.factor if scores.bias is None else scores.bias
 
@@ -260,7 +298,7 @@ def _describe(scores):
     return f"a bias with batch axis {scores.bias.shape[0]}"
 
 
-def _check(scores, values, key_mask, q_segments, k_segments, path):
+def _check(scores, values, masks, path):
     if path not in get_args(Path):
         raise ValueError(f"path: expected one of {get_args(Path)}, got {path!r}")
     batch, k_length, heads = values.shape[:3]
@@ -270,6 +308,7 @@ def _check(scores, values, key_mask, q_segments, k_segments, path):
             f"values: expected [b, k, h, d] with the scores' k, h = {found}, got shape {values.shape}; scores and "
             "values must come from the same keys"
         )
+    key_mask, q_segments, k_segments = masks.key_mask, masks.q_segments, masks.k_segments
     if key_mask is not None and (key_mask.shape != (batch, k_length) or key_mask.dtype != jnp.bool_):
         raise ValueError(
             f"key_mask: expected booleans of shape [b, k] = {(batch, k_length)}, True = may be attended to, got "
@@ -279,3 +318,15 @@ def _check(scores, values, key_mask, q_segments, k_segments, path):
         raise ValueError("q_segments, k_segments: expected both or neither; give both, also in self-attention")
     if k_segments is not None and k_segments.shape != (batch, k_length):
         raise ValueError(f"k_segments: expected shape [b, k] = {(batch, k_length)}, got {k_segments.shape}")
+    if masks.mask is not None:
+        _check_mask(masks.mask, (batch, heads, masks.q_length(scores), k_length))
+
+
+def _check_mask(mask, shape):
+    fits = mask.ndim == 4 and mask.shape[3] == shape[3]
+    fits = fits and all(size in (1, full) for size, full in zip(mask.shape, shape, strict=True))
+    if not fits or mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"mask: expected booleans of shape [b|1, h|1, q|1, k] with b, h, q, k = {shape}, True = may attend, got "
+            f"{mask.dtype} {mask.shape}"
+        )
