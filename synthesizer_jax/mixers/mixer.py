@@ -26,9 +26,10 @@ class Surroundings:
     """What a mixer is told of the tokens besides their vectors. None where there is nothing to say.
 
     key_mask: True = a real token, which may be attended to. Segments: ids from 1 for examples packed in one row, 0 for
-    padding; a token sees its own segment alone. Positions count from 0 within a segment; None means 0, 1, 2, ... bias is
-    added to the scores. memory: vectors of earlier tokens, seen by all tokens and written by none (key_mask then covers
-    them first). shared: the parameters that the layers of a stack share (`Mixer.stack_params`).
+    padding; a token sees its own segment alone. Positions count from 0 within a segment; None means 0, 1, 2, ... mask:
+    any other rule for pairs of tokens, True = may attend. bias is added to the scores. memory: vectors of earlier tokens,
+    seen by all tokens and written by none (key_mask then covers them first). shared: the parameters that the layers of a
+    stack share (`Mixer.stack_params`).
     """
 
     key_mask: Bool[Array, "b k"] | None = None
@@ -36,6 +37,7 @@ class Surroundings:
     k_segments: Int[Array, "b k"] | None = None
     q_positions: Int[Array, "*_b q"] | None = None
     k_positions: Int[Array, "*_b k"] | None = None
+    mask: Bool[Array, "_b _h _q k"] | None = None
     bias: Float[Array, "_b _h _q k"] | None = None
     memory: Float[Array, "b m e"] | None = None
     dropout: Dropout | None = None
@@ -97,7 +99,7 @@ class Mixer(abc.ABC):
     ) -> tuple[Float[Array, "b s e"], Cache]:
         """The next s tokens of a causal sequence, and the cache with them.
 
-        Of `around` only key_mask and bias, over the cache's length, and shared are read.
+        Of `around` only key_mask, mask and bias, over the cache's length, and shared are read.
         """
 
     def cross_attention_error(self) -> str | None:
@@ -111,6 +113,13 @@ class Mixer(abc.ABC):
     def bias_error(self) -> str | None:
         """Why no bias, such as T5's relative position bias, can be added to its scores."""
         return None
+
+    def mask_error(self) -> str | None:
+        """Why no mask of pairs of tokens applies to it, only what key_mask, causal and segments say."""
+        return (
+            f"{type(self).__name__} has no weight for each pair of tokens that a mask could forbid; say it by key_mask, "
+            "causal and q_segments, or use attention, such as DotProduct()"
+        )
 
     def reads_positions(self) -> bool:
         """Whether the result depends on where in its segment a token stands, not on distances alone."""
@@ -147,11 +156,13 @@ def check_positions(mixer: Mixer, around: Surroundings, what: str) -> None:
 
 
 def check_plain(mixer: Mixer, x_kv: Array | None, around: Surroundings) -> None:
-    """Refuse what only attention can use: another sequence, a memory, a bias."""
+    """Refuse what only attention can use: another sequence, a memory, a mask of pairs, a bias."""
     if x_kv is not None and mixer.cross_attention_error():
         raise ValueError(f"x_kv: {mixer.cross_attention_error()}")
     if around.memory is not None:
         raise ValueError(f"memory: {type(mixer).__name__} has no keys to extend; use attention, such as DotProduct()")
+    if around.mask is not None and mixer.mask_error():
+        raise ValueError(f"mask: {mixer.mask_error()}")
     if around.bias is not None and mixer.bias_error():
         raise ValueError(f"bias: {mixer.bias_error()}")
 

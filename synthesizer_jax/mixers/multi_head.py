@@ -96,6 +96,7 @@ class MultiHead(Mixer):
             causal=True,
             q_offset=index,
             allowed=None if self.keys is None else self.keys.allowed(x.shape[1], k_length, index),
+            mask=around.mask,
             bias=around.bias,
             path=self.path,
         )
@@ -121,6 +122,9 @@ class MultiHead(Mixer):
         if self.keys is not None:
             return "Sparse keys are neighbours within one sequence; use MultiHead(scores) without keys"
         return self.scores.cross_attention_error()
+
+    def mask_error(self):
+        return None
 
     def reads_positions(self):
         return self.scores.reads_positions()
@@ -188,6 +192,7 @@ class _Seen:
             "q_segments": self.around.q_segments,
             "k_segments": self.k_segments,
             "allowed": None if keys is None else keys.allowed(self.q_length, self.x.shape[1], self.q_offset),
+            "mask": self.around.mask,
             "bias": self.around.bias,
         }
 

@@ -56,6 +56,7 @@ class Attention(nnx.Module):
         k_segments: Int[Array, "b _k"] | None = None,
         q_positions: Int[Array, "*_b q"] | None = None,
         k_positions: Int[Array, "*_b _k"] | None = None,
+        mask: Bool[Array, "_b _h _q _k"] | None = None,
         bias: Float[Array, "_b _h _q _k"] | None = None,
         memory: Float[Array, "b m e"] | None = None,
         shared: Parameters | None = None,
@@ -63,10 +64,10 @@ class Attention(nnx.Module):
     ) -> Float[Array, "b q e"]:
         """Self-attention of x [b, q, e], or attention of x to x_kv [b, k, e] where the scores allow it.
 
-        Masks, segments and bias as in `attend`; positions as in `Spec.__call__`. In self-attention k_segments and
-        k_positions are q_segments and q_positions unless given. memory [b, m, e]: tokens before x, which x sees and
-        which see nothing (Transformer-XL); key_mask and bias then span m + q keys. shared: see `Mixer.stack_params`.
-        No dropout without dropout_key.
+        Masks, segments and bias as in `attend`; mask, of pairs of tokens, with attention alone. Positions as in
+        `Spec.__call__`. In self-attention k_segments and k_positions are q_segments and q_positions unless given.
+        memory [b, m, e]: tokens before x, which x sees and which see nothing (Transformer-XL); key_mask, mask and bias
+        then span m + q keys. shared: see `Mixer.stack_params`. No dropout without dropout_key.
         """
         around = Surroundings(
             key_mask=key_mask,
@@ -75,6 +76,7 @@ class Attention(nnx.Module):
             k_segments=k_segments,
             q_positions=q_positions,
             k_positions=k_positions,
+            mask=mask,
             bias=bias,
             memory=memory,
             shared=shared or {},
@@ -93,6 +95,7 @@ class Attention(nnx.Module):
         k_segments: Int[Array, "b _k"] | None = None,
         q_positions: Int[Array, "*_b q"] | None = None,
         k_positions: Int[Array, "*_b _k"] | None = None,
+        mask: Bool[Array, "_b _h _q _k"] | None = None,
         bias: Float[Array, "_b _h _q _k"] | None = None,
         memory: Float[Array, "b m e"] | None = None,
         shared: Parameters | None = None,
@@ -108,6 +111,7 @@ class Attention(nnx.Module):
             k_segments=k_segments,
             q_positions=q_positions,
             k_positions=k_positions,
+            mask=mask,
             bias=bias,
             memory=memory,
             shared=shared or {},
