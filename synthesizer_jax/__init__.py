@@ -10,9 +10,11 @@ model = sj.EncoderDecoder(sj.t5_base(attention="R+V"), rngs=nnx.Rngs(0))
 __version__ = "0.1.0"
 
 # What mixes tokens: attention over any scores, and its rivals; the paper's letters for all of them.
+from synthesizer_jax.mixers import Linformer as Linformer
 from synthesizer_jax.mixers import Mixer as Mixer
 from synthesizer_jax.mixers import MultiHead as MultiHead
 from synthesizer_jax.mixers import Sparse as Sparse
+from synthesizer_jax.mixers import TokenMixing as TokenMixing
 from synthesizer_jax.mixers import synthesizer as synthesizer
 
 # Attention scores.
@@ -44,11 +46,19 @@ from synthesizer_jax.nn import Fixed as Fixed
 from synthesizer_jax.nn import RMSNorm as RMSNorm
 
 # Models, their configurations and presets.
+from synthesizer_jax.models import DecoderOnly as DecoderOnly
+from synthesizer_jax.models import DecoderOnlyConfig as DecoderOnlyConfig
 from synthesizer_jax.models import EncoderDecoder as EncoderDecoder
 from synthesizer_jax.models import EncoderDecoderConfig as EncoderDecoderConfig
+from synthesizer_jax.models import EncoderOnly as EncoderOnly
+from synthesizer_jax.models import EncoderOnlyConfig as EncoderOnlyConfig
+from synthesizer_jax.models import classifier_tiny as classifier_tiny
 from synthesizer_jax.models import config_from_json as config_from_json
 from synthesizer_jax.models import count_parameters as count_parameters
+from synthesizer_jax.models import lm_tiny as lm_tiny
 from synthesizer_jax.models import paper_c4_base as paper_c4_base
+from synthesizer_jax.models import paper_classifier as paper_classifier
+from synthesizer_jax.models import paper_lm1b_base as paper_lm1b_base
 from synthesizer_jax.models import paper_mt_base as paper_mt_base
 from synthesizer_jax.models import t5_1_1_3b as t5_1_1_3b
 from synthesizer_jax.models import t5_1_1_11b as t5_1_1_11b

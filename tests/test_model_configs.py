@@ -1,5 +1,7 @@
 """What defines a model: parameter counts and paths, presets, configurations and their JSON form."""
 
+import json
+
 import jax
 import pytest
 from variants import MAX_LENGTH, VARIANTS
@@ -66,11 +68,30 @@ def test_t5_counts(preset, count):
     assert sj.count_parameters(preset()) == count
 
 
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        # Embedding, layers of 4 e^2 + 2 e m + 2 e, the final norm, a table of [32, heads]; a head of (e + 1) classes.
+        (sj.paper_lm1b_base(), 32_128 * 512 + 6 * (4 * 512**2 + 2 * 512 * 2048 + 2 * 512) + 512 + 32 * 8),
+        (sj.paper_lm1b_base("R"), 35_330_816),  # at N = 256 and e = 512, R [8, 256, 256] is as large as W_q and W_k
+        (sj.paper_classifier(4), 32_128 * 256 + 4 * (4 * 256**2 + 2 * 256 * 1024 + 2 * 256) + 256 + 32 * 4 + 257 * 4),
+        (sj.paper_classifier(4, "FR[rank=32]"), 11_373_956),  # at N = 512 and e = 256, so are R1 and R2 with rank 32
+        (sj.lm_tiny(tied_embedding=False), 4_506_368 + 128 * 32_128),
+        (sj.classifier_tiny(2), 4_506_626),
+    ],
+    ids=["lm", "lm R", "classifier", "classifier FR", "lm untied", "tiny classifier"],
+)
+def test_counts_of_one_stack(config, count):
+    assert sj.count_parameters(config) == count
+
+
 def test_every_preset_has_a_count():
     presets = {name for name in dir(sj) if name.startswith(("t5_", "paper_"))}
     tested = {f"t5_{size}" for size in ("small", "base", "large", "3b", "11b")}
     tested |= {f"t5_1_1_{size}" for size in ("small", "base", "large", "3b", "11b")}
-    assert presets == tested | {"t5_tiny", "t5_1_1_tiny", "paper_c4_base", "paper_mt_base"}
+    assert presets == tested | {
+        *("t5_tiny", "t5_1_1_tiny", "paper_c4_base", "paper_mt_base", "paper_lm1b_base", "paper_classifier")
+    }
 
 
 LAYER_PATHS = {
@@ -120,12 +141,32 @@ def test_json_round_trip(spec):
     assert sj.config_from_json(sj.to_json(config)) == config
 
 
+@pytest.mark.parametrize(
+    "config",
+    [sj.lm_tiny("R", tied_embedding=False), sj.classifier_tiny(3, "FR", pooling="first"), sj.t5_tiny("D")],
+    ids=lambda config: type(config).__name__,
+)
+def test_json_knows_the_kind_of_model(config):
+    assert sj.config_from_json(sj.to_json(config)) == config
+    assert json.loads(sj.to_json(config))["kind"] == type(config).__name__
+
+
+def test_a_file_without_a_kind_is_an_encoder_decoder():
+    fields = json.loads(sj.to_json(sj.t5_tiny("R+V")))
+    del fields["kind"]
+    assert sj.config_from_json(json.dumps(fields)) == sj.t5_tiny("R+V")
+
+
 def test_json_errors():
     text = sj.to_json(sj.t5_tiny())
     with pytest.raises(ValueError, match=r"unknown fields depth; it was written by another version"):
         sj.config_from_json(text.replace('"encoder_layers"', '"depth"'))
     with pytest.raises(ValueError, match=r"unknown kind of scores 'Magic'"):
         sj.config_from_json(text.replace("DotProduct", "Magic"))
+    with pytest.raises(
+        ValueError, match=r"unknown kind of model 'MagicConfig'; expected one of EncoderDecoderConfig, D"
+    ):
+        sj.config_from_json(text.replace("EncoderDecoderConfig", "MagicConfig"))
 
 
 @pytest.mark.parametrize(
@@ -149,6 +190,21 @@ def test_json_errors():
         (lambda: sj.t5_tiny("Q"), r"notation: 'Q' in 'Q' is not understood"),
         (lambda: sj.t5_tiny("R", 0), r"max_length: expected a positive whole number, got 0"),
         (lambda: sj.t5_tiny("R", layers=3), r"overrides: layers is no field of the configuration; expected some of"),
+        (
+            lambda: sj.t5_tiny("R", num_classes=3),
+            r"num_classes \(of EncoderOnlyConfig\) is no field of the configuration; .* \(EncoderDecoderConfig\)",
+        ),
+        (
+            lambda: sj.lm_tiny(cross_heads=3),
+            r"cross_heads \(of EncoderDecoderConfig\) is no field .* \(DecoderOnlyConfig",
+        ),
+        (lambda: sj.classifier_tiny(2, decoder_layers=3), r"decoder_layers \(of EncoderDecoderConfig and DecoderOnlyC"),
+        (lambda: sj.classifier_tiny(1), r"num_classes: expected at least 2, got 1"),
+        (lambda: sj.classifier_tiny("2"), r"num_classes: expected a positive whole number, got '2'"),
+        (lambda: sj.classifier_tiny(2, pooling="max"), r"pooling: expected one of \('mean', 'first'\), got 'max'"),
+        (lambda: sj.lm_tiny(tied_embedding=1), r"tied_embedding: expected True or False, got 1"),
+        (lambda: sj.lm_tiny(decoder_layers=0), r"decoder_layers: expected a positive whole number, got 0"),
+        (lambda: sj.lm_tiny("Q"), r"notation: 'Q' in 'Q' is not understood"),
         (lambda: sj.t5_tiny(encoder_attention="R"), r"encoder_attention: expected scores such as .* got 'R'"),
     ],
 )

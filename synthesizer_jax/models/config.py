@@ -1,13 +1,15 @@
-"""What defines an encoder-decoder: a frozen configuration, its presets, and its JSON form."""
+"""What defines a model: a frozen configuration of each kind, presets, and the JSON form."""
 
+import abc
 import dataclasses
 import json
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax.numpy as jnp
 
 from synthesizer_jax import mixers, scores
 from synthesizer_jax.mixers import Mixer, Sparse, synthesizer
+from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, ENCODER_ONLY, BatchKeys
 from synthesizer_jax.nn.attention import as_mixer, check_rate
 from synthesizer_jax.nn.layers import Activation
 from synthesizer_jax.scores import DotProduct, Spec
@@ -15,27 +17,23 @@ from synthesizer_jax.scores.base import check_positive
 
 Remat = Literal["none", "full", "dots"]
 DType = Literal["float32", "bfloat16"]
+Pooling = Literal["mean", "first"]
 
 T5_VOCAB_SIZE = 32_128  # 32,000 pieces and 100 sentinels, padded to a multiple of 128
 
 
-@dataclasses.dataclass(frozen=True)
-class EncoderDecoderConfig:
-    """A T5-style encoder-decoder whose self-attention is exchangeable."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(abc.ABC):
+    """What every kind of model has: T5's layers over exchangeable self-attention."""
+
+    batch: ClassVar[BatchKeys]  # what a batch is made of
 
     vocab_size: int  # rows of the embedding; a tokenizer may use fewer
     features: int  # e
     mlp_features: int  # m
     heads: int  # h, of self-attention
     head_dim: int  # d, of self-attention
-    encoder_layers: int
-    decoder_layers: int
-    encoder_attention: Spec | Mixer
-    decoder_attention: Spec | Mixer
     mlp_activation: Activation  # "relu" in T5 v1.0, "gated-gelu" in v1.1
-    tied_embedding: bool  # True: logits from the input embedding, scaled by e^-0.5 (v1.0); False: own matrix (v1.1)
-    cross_heads: int | None = None  # of cross-attention; None: as self-attention
-    cross_head_dim: int | None = None
     relative_bias: bool = True  # T5's relative position bias, one table per stack, none in cross-attention; only where the mixer has scores
     relative_buckets: int = 32
     relative_max_distance: int = 128
@@ -46,31 +44,96 @@ class EncoderDecoderConfig:
     remat: Remat = "none"  # "full": recompute each layer in the backward pass; "dots": keep its matrix products
 
     def __post_init__(self):
-        sizes = ("vocab_size", "features", "mlp_features", "heads", "head_dim", "encoder_layers", "decoder_layers")
-        for name in (*sizes, "relative_buckets", "relative_max_distance"):
+        for name in ("vocab_size", "features", "mlp_features", "heads", "head_dim"):
             check_positive(name, getattr(self, name))
+        for name in ("relative_buckets", "relative_max_distance"):
+            check_positive(name, getattr(self, name))
+        check_rate("dropout_rate", self.dropout_rate)
+        _check_choice("mlp_activation", self.mlp_activation, get_args(Activation))
+        _check_choice("remat", self.remat, get_args(Remat))
+        for name in ("dtype", "param_dtype"):
+            _check_choice(name, getattr(self, name), get_args(DType), "; T5's activations overflow float16")
+        for name in ("relative_bias", "scan_layers"):
+            _check_flag(name, getattr(self, name))
+        self._check()
+
+    @abc.abstractmethod
+    def _check(self) -> None:
+        """Raises ValueError where a field of this kind of model is wrong."""
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype)
+
+    def _check_stack(self, name: str, causal: bool) -> None:
+        check_positive(f"{name}_layers", getattr(self, f"{name}_layers"))
+        attention = f"{name}_attention"
+        check_mixer(attention, getattr(self, attention), getattr(self, f"{name}_layers"), self.scan_layers, causal)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderDecoderConfig(ModelConfig):
+    """A T5-style encoder-decoder whose self-attention is exchangeable."""
+
+    batch: ClassVar[BatchKeys] = ENCODER_DECODER
+
+    encoder_layers: int
+    decoder_layers: int
+    encoder_attention: Spec | Mixer
+    decoder_attention: Spec | Mixer
+    tied_embedding: bool  # True: logits from the input embedding, scaled by e^-0.5 (v1.0); False: own matrix (v1.1)
+    cross_heads: int | None = None  # of cross-attention; None: as self-attention
+    cross_head_dim: int | None = None
+
+    def _check(self):
+        self._check_stack("encoder", causal=False)
+        self._check_stack("decoder", causal=True)
         for name in ("cross_heads", "cross_head_dim"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
-        check_mixer("encoder_attention", self.encoder_attention, self.encoder_layers, self.scan_layers)
-        check_mixer("decoder_attention", self.decoder_attention, self.decoder_layers, self.scan_layers, causal=True)
-        check_rate("dropout_rate", self.dropout_rate)
-        _check_choice("mlp_activation", self.mlp_activation, Activation)
-        _check_choice("remat", self.remat, Remat)
-        for name in ("dtype", "param_dtype"):
-            _check_choice(name, getattr(self, name), DType, "; T5's activations overflow float16")
-        for name in ("tied_embedding", "relative_bias", "scan_layers"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        _check_flag("tied_embedding", self.tied_embedding)
 
     @property
     def cross_dims(self) -> tuple[int, int]:
         """(heads, head_dim) of cross-attention."""
         return self.cross_heads or self.heads, self.cross_head_dim or self.head_dim
 
-    @property
-    def compute_dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.dtype)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderOnlyConfig(ModelConfig):
+    """A language model: one stack of causal layers."""
+
+    batch: ClassVar[BatchKeys] = DECODER_ONLY
+
+    decoder_layers: int
+    decoder_attention: Spec | Mixer
+    tied_embedding: bool  # True: logits from the input embedding, scaled by e^-0.5; False: own matrix
+
+    def _check(self):
+        self._check_stack("decoder", causal=True)
+        _check_flag("tied_embedding", self.tied_embedding)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderOnlyConfig(ModelConfig):
+    """A classifier of whole sequences: an encoder, one vector out of its tokens, and logits of the classes."""
+
+    batch: ClassVar[BatchKeys] = ENCODER_ONLY
+
+    encoder_layers: int
+    encoder_attention: Spec | Mixer
+    num_classes: int
+    pooling: Pooling = "mean"  # over the real tokens; "first": the first token's vector
+
+    def _check(self):
+        self._check_stack("encoder", causal=False)
+        check_positive("num_classes", self.num_classes)
+        if self.num_classes < 2:
+            raise ValueError(f"num_classes: expected at least 2, got {self.num_classes}")
+        _check_choice("pooling", self.pooling, get_args(Pooling))
+
+
+KINDS = (EncoderDecoderConfig, DecoderOnlyConfig, EncoderOnlyConfig)
 
 
 def check_mixer(name: str, mixer: Any, layers: int, scan: bool, causal: bool = False) -> None:
@@ -95,22 +158,41 @@ def check_mixer(name: str, mixer: Any, layers: int, scan: bool, causal: bool = F
 
 
 def _check_choice(name, value, choices, why=""):
-    if value not in get_args(choices):
-        raise ValueError(f"{name}: expected one of {get_args(choices)}, got {value!r}{why}")
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {choices}, got {value!r}{why}")
 
 
-# Presets. attention: the paper's letters or a spec, for encoder and decoder; max_length: n of its synthetic parts;
+def _check_flag(name, value):
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected True or False, got {value!r}")
+
+
+# Presets. attention: the paper's letters, scores or a mixer, for every stack; max_length: n of its synthetic parts;
 # overrides: any field of the configuration.
 
 
-def _t5(attention, max_length, sizes, overrides) -> EncoderDecoderConfig:
+def _preset(kind: type[ModelConfig], attention, max_length, sizes, overrides) -> ModelConfig:
+    known = {field.name: None for field in dataclasses.fields(kind)}
     spec = synthesizer(attention, max_length)
-    fields = {"vocab_size": T5_VOCAB_SIZE, "encoder_attention": spec, "decoder_attention": spec} | sizes | overrides
-    unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(EncoderDecoderConfig)})
+    stacks = {name: spec for name in ("encoder_attention", "decoder_attention") if name in known}
+    fields = {"vocab_size": T5_VOCAB_SIZE} | stacks | sizes | overrides
+    unknown = [name for name in fields if name not in known]
     if unknown:
-        known = ", ".join(f.name for f in dataclasses.fields(EncoderDecoderConfig))
-        raise ValueError(f"overrides: {', '.join(unknown)} is no field of the configuration; expected some of {known}")
-    return EncoderDecoderConfig(**fields)
+        raise ValueError(
+            f"overrides: {', '.join(map(_with_kind, unknown))} is no field of the configuration; expected some of "
+            f"{', '.join(known)} ({kind.__name__})"
+        )
+    return kind(**fields)
+
+
+def _with_kind(name: str) -> str:
+    """cross_heads (of EncoderDecoderConfig): a field that another kind of model has."""
+    owners = [kind.__name__ for kind in KINDS if name in {field.name for field in dataclasses.fields(kind)}]
+    return f"{name} (of {' and '.join(owners)})" if owners else name
+
+
+def _t5(attention, max_length, sizes, overrides) -> EncoderDecoderConfig:
+    return _preset(EncoderDecoderConfig, attention, max_length, sizes, overrides)
 
 
 def _v1_0(features, mlp_features, heads, head_dim, layers):
@@ -215,25 +297,78 @@ def paper_mt_base(attention: str | Spec | Mixer = "V", max_length: int = 256, **
     return _t5(attention, max_length, _v1_0(512, 2048, 8, 64, 6) | {"vocab_size": 45_056}, overrides)
 
 
+def _one_stack(stack, features, mlp_features, heads, head_dim, layers):
+    return {
+        "features": features,
+        "mlp_features": mlp_features,
+        "heads": heads,
+        "head_dim": head_dim,
+        f"{stack}_layers": layers,
+        "mlp_activation": "relu",
+    }
+
+
+def lm_tiny(attention: str | Spec | Mixer = "V", max_length: int = 256, **overrides) -> DecoderOnlyConfig:
+    """A language model for laptops and tests: 2 layers, 128/512, 4 heads of 32, tied embedding."""
+    sizes = _one_stack("decoder", 128, 512, 4, 32, 2) | {"tied_embedding": True}
+    return _preset(DecoderOnlyConfig, attention, max_length, sizes, overrides)
+
+
+def paper_lm1b_base(attention: str | Spec | Mixer = "V", max_length: int = 256, **overrides) -> DecoderOnlyConfig:
+    """The paper's LM1B set-up: 6 layers, 512/2048, 8 heads of 64, N = 256 (Synthesizer section 4.1).
+
+    Not from the paper: T5's vocabulary, tied, and T5's relative bias where Tensor2Tensor's models add sinusoids.
+    """
+    sizes = _one_stack("decoder", 512, 2048, 8, 64, 6) | {"tied_embedding": True}
+    return _preset(DecoderOnlyConfig, attention, max_length, sizes, overrides)
+
+
+def classifier_tiny(
+    num_classes: int, attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides
+) -> EncoderOnlyConfig:
+    """A classifier for laptops and tests: 2 layers, 128/512, 4 heads of 32."""
+    sizes = _one_stack("encoder", 128, 512, 4, 32, 2) | {"num_classes": num_classes}
+    return _preset(EncoderOnlyConfig, attention, max_length, sizes, overrides)
+
+
+def paper_classifier(
+    num_classes: int, attention: str | Spec | Mixer = "V", max_length: int = 512, **overrides
+) -> EncoderOnlyConfig:
+    """For the paper's AG News and movie reviews: 4 layers, 256/1024, 4 heads of 64.
+
+    The paper gives no sizes; these are of its authors' nearest published set-up, with k = 32: "FR[rank=32]". Reviews are
+    longer than 512 tokens: cut them, or give a larger max_length.
+    """
+    sizes = _one_stack("encoder", 256, 1024, 4, 64, 4) | {"num_classes": num_classes}
+    return _preset(EncoderOnlyConfig, attention, max_length, sizes, overrides)
+
+
 # JSON.
 
 
-def to_json(config: EncoderDecoderConfig) -> str:
-    """The configuration as JSON text; specs as {"kind": class name, field: value, ...}."""
+def to_json(config: ModelConfig) -> str:
+    """The configuration as JSON text: its kind and fields; specs as {"kind": class name, field: value, ...}."""
     fields = {field.name: _encode(getattr(config, field.name)) for field in dataclasses.fields(config)}
-    return json.dumps(fields, indent=2) + "\n"
+    return json.dumps({"kind": type(config).__name__} | fields, indent=2) + "\n"
 
 
-def config_from_json(text: str) -> EncoderDecoderConfig:
-    """The configuration that `to_json` wrote. Raises ValueError where a field or a kind of scores is unknown."""
-    fields = {name: _decode(value) for name, value in json.loads(text).items()}
-    unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(EncoderDecoderConfig)})
+def config_from_json(text: str) -> ModelConfig:
+    """The configuration that `to_json` wrote; without a kind, as in earlier files, an EncoderDecoderConfig.
+
+    Raises ValueError where a field, or a kind of model or scores, is unknown.
+    """
+    fields = json.loads(text)
+    kinds = {kind.__name__: kind for kind in KINDS}
+    name = fields.pop("kind", EncoderDecoderConfig.__name__)
+    if name not in kinds:
+        raise ValueError(f"model configuration: unknown kind of model {name!r}; expected one of {', '.join(kinds)}")
+    unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(kinds[name])})
     if unknown:
         raise ValueError(
             f"model configuration: unknown fields {', '.join(unknown)}; it was written by another version of "
             "synthesizer_jax"
         )
-    return EncoderDecoderConfig(**fields)
+    return kinds[name](**{name: _decode(value) for name, value in fields.items()})
 
 
 def _encode(value) -> Any:

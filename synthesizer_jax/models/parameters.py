@@ -12,11 +12,16 @@ from typing import Any
 import jax
 from flax import nnx
 
-from synthesizer_jax.models.config import EncoderDecoderConfig
+from synthesizer_jax.models.config import DecoderOnlyConfig, EncoderDecoderConfig, EncoderOnlyConfig, ModelConfig
+from synthesizer_jax.models.decoder_only import DecoderOnly
 from synthesizer_jax.models.encoder_decoder import EncoderDecoder
+from synthesizer_jax.models.encoder_only import EncoderOnly
 from synthesizer_jax.nn.layers import Fixed
 
 Tree = dict[str, Any]  # nested: names -> arrays
+Model = EncoderDecoder | DecoderOnly | EncoderOnly
+
+_MODELS = {EncoderDecoderConfig: EncoderDecoder, DecoderOnlyConfig: DecoderOnly, EncoderOnlyConfig: EncoderOnly}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +33,13 @@ class Declared:
     axes: tuple[str | None, ...]
 
 
-def init(config: EncoderDecoderConfig, key: jax.Array) -> tuple[Tree, Tree]:
+def init(config: ModelConfig, key: jax.Array) -> tuple[Tree, Tree]:
     """Initial (trained, fixed) parameters; pure, to be called under jit with the shardings of today's mesh."""
-    _, trained, fixed = nnx.split(EncoderDecoder(config, rngs=nnx.Rngs(key)), nnx.Param, Fixed)
+    _, trained, fixed = nnx.split(_MODELS[type(config)](config, rngs=nnx.Rngs(key)), nnx.Param, Fixed)
     return _tree(trained, lambda v: v[...]), _tree(fixed, lambda v: v[...])
 
 
-def abstract(config: EncoderDecoderConfig) -> tuple[Tree, Tree]:
+def abstract(config: ModelConfig) -> tuple[Tree, Tree]:
     """(trained, fixed) trees of `Declared`; takes no memory."""
     _, trained, fixed = _abstract(config)
 
@@ -44,19 +49,19 @@ def abstract(config: EncoderDecoderConfig) -> tuple[Tree, Tree]:
     return _tree(trained, declare), _tree(fixed, declare)
 
 
-def bind(config: EncoderDecoderConfig, trained: Tree, fixed: Tree) -> EncoderDecoder:
+def bind(config: ModelConfig, trained: Tree, fixed: Tree) -> Model:
     """The model with these parameters; cheap, for use under jit."""
     graph, abstract_trained, abstract_fixed = _abstract(config)
     return nnx.merge(graph, _state(abstract_trained, trained), _state(abstract_fixed, fixed))
 
 
-def split(model: EncoderDecoder) -> tuple[Tree, Tree]:
+def split(model: Model) -> tuple[Tree, Tree]:
     """The (trained, fixed) parameters of a model that exists."""
     _, trained, fixed = nnx.split(model, nnx.Param, Fixed)
     return _tree(trained, lambda v: v[...]), _tree(fixed, lambda v: v[...])
 
 
-def count_parameters(config: EncoderDecoderConfig) -> int:
+def count_parameters(config: ModelConfig) -> int:
     """The number of trained parameters; takes no memory."""
     _, trained, _ = _abstract(config)
     return sum(math.prod(variable.shape) for _, variable in nnx.to_flat_state(trained))
@@ -64,7 +69,7 @@ def count_parameters(config: EncoderDecoderConfig) -> int:
 
 @functools.lru_cache(maxsize=32)
 def _abstract(config):
-    model = nnx.eval_shape(lambda: EncoderDecoder(config, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: _MODELS[type(config)](config, rngs=nnx.Rngs(0)))
     return nnx.split(model, nnx.Param, Fixed)
 
 

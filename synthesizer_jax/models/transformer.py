@@ -1,4 +1,4 @@
-"""T5's layers and stacks, top to bottom: a layer, then a stack of them."""
+"""T5's layers and stacks, top to bottom: a layer without and one with cross-attention, a stack of either, and its head."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from synthesizer_jax.axes import LAYERS
-from synthesizer_jax.models.config import EncoderDecoderConfig
+from synthesizer_jax.axes import EMBED, LAYERS, VOCAB, Param, contract, fan_in
+from synthesizer_jax.models.config import ModelConfig
 from synthesizer_jax.mixers import Mixer
 from synthesizer_jax.mixers.mixer import Cache
 from synthesizer_jax.nn.attention import Attention, as_mixer
-from synthesizer_jax.nn.layers import MLP, RMSNorm, dropout, values, variables
+from synthesizer_jax.nn.layers import MLP, Embedding, RMSNorm, dropout, values, variable, variables
 from synthesizer_jax.scores import Dims, DotProduct, RelativePositionBias, Spec
 from synthesizer_jax.scores.base import Parameters
 
@@ -34,12 +34,24 @@ class Context:
     encoded: Float[Array, "b k e"] | None = None
     encoder_mask: Bool[Array, "b k"] | None = None
     encoder_segments: Int[Array, "b k"] | None = None
+    causal: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def of_self_attention(self) -> dict[str, Any]:
+        """What self-attention is told."""
+        return {
+            "key_mask": self.key_mask,
+            "causal": self.causal,
+            "q_segments": self.segments,
+            "q_positions": self.positions,
+            "bias": self.bias,
+            "shared": self.shared,
+        }
 
 
-class EncoderLayer(nnx.Module):
-    """x + self-attention(norm(x)), then x + MLP(norm(x))."""
+class Layer(nnx.Module):
+    """x + self-attention(norm(x)), then x + MLP(norm(x)): an encoder's layer, and a language model's where causal."""
 
-    def __init__(self, config: EncoderDecoderConfig, mixer: Mixer, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, mixer: Mixer, *, rngs: nnx.Rngs):
         self.rate = config.dropout_rate
         self.attention_norm = _norm(config, rngs)
         self.attention = _attention(config, mixer, config.heads, config.head_dim, rngs)
@@ -48,34 +60,31 @@ class EncoderLayer(nnx.Module):
 
     def __call__(self, x: Float[Array, "b q e"], context: Context, key: Array | None) -> Float[Array, "b q e"]:
         keys = _split(key, 4)
-        attended = self.attention(
-            self.attention_norm(x),
-            key_mask=context.key_mask,
-            q_segments=context.segments,
-            q_positions=context.positions,
-            bias=context.bias,
-            shared=context.shared,
-            dropout_key=keys[0],
-        )
+        attended = self.attention(self.attention_norm(x), **context.of_self_attention(), dropout_key=keys[0])
         x = x + dropout(attended, self.rate, keys[1])
         return x + dropout(self.mlp(self.mlp_norm(x), keys[2]), self.rate, keys[3])
 
     def weights(self, x: Float[Array, "b q e"], context: Context) -> Float[Array, "b h q q"]:
         """The normalised weights of self-attention, [b, h, q, k]."""
-        return self.attention.weights(
-            self.attention_norm(x),
-            key_mask=context.key_mask,
-            q_segments=context.segments,
-            q_positions=context.positions,
-            bias=context.bias,
-            shared=context.shared,
+        return self.attention.weights(self.attention_norm(x), **context.of_self_attention())
+
+    def init_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike) -> dict[str, Cache]:
+        """An empty cache for `length` tokens."""
+        return {"self": self.attention.init_cache(batch, length, dtype)}
+
+    def step(self, x: Float[Array, "b s e"], cache: dict[str, Cache], context: Context):
+        """The next s tokens: (outputs [b, s, e], the cache with them)."""
+        attended, own = self.attention.step(
+            self.attention_norm(x), cache["self"], bias=context.bias, shared=context.shared
         )
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), {"self": own}
 
 
 class DecoderLayer(nnx.Module):
     """x + causal self-attention(norm(x)), x + cross-attention(norm(x), encoded), x + MLP(norm(x))."""
 
-    def __init__(self, config: EncoderDecoderConfig, mixer: Mixer, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, mixer: Mixer, *, rngs: nnx.Rngs):
         self.rate = config.dropout_rate
         self.attention_norm = _norm(config, rngs)
         self.attention = _attention(config, mixer, config.heads, config.head_dim, rngs)
@@ -86,15 +95,7 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x: Float[Array, "b q e"], context: Context, key: Array | None) -> Float[Array, "b q e"]:
         keys = _split(key, 6)
-        attended = self.attention(
-            self.attention_norm(x),
-            causal=True,
-            q_segments=context.segments,
-            q_positions=context.positions,
-            bias=context.bias,
-            shared=context.shared,
-            dropout_key=keys[0],
-        )
+        attended = self.attention(self.attention_norm(x), **context.of_self_attention(), dropout_key=keys[0])
         x = x + dropout(attended, self.rate, keys[1])
         crossed = self.cross_attention(
             self.cross_attention_norm(x),
@@ -109,14 +110,7 @@ class DecoderLayer(nnx.Module):
 
     def weights(self, x: Float[Array, "b q e"], context: Context) -> Float[Array, "b h q q"]:
         """The normalised weights of self-attention, [b, h, q, k]."""
-        return self.attention.weights(
-            self.attention_norm(x),
-            causal=True,
-            q_segments=context.segments,
-            q_positions=context.positions,
-            bias=context.bias,
-            shared=context.shared,
-        )
+        return self.attention.weights(self.attention_norm(x), **context.of_self_attention())
 
     def init_cache(self, encoded: Float[Array, "b k e"], length: int) -> dict[str, Cache]:
         """An empty cache for `length` tokens; cross-attention's keys and values are computed once, here."""
@@ -140,7 +134,7 @@ class DecoderLayer(nnx.Module):
 class Stack(nnx.Module):
     """Layers one after the other, T5's relative position bias shared by all of them, and a final norm.
 
-    layer(config, mixer, rngs=...) makes each; mixer mixes the tokens; bidirectional is False in decoders.
+    layer(config, mixer, rngs=...) makes each; mixer mixes the tokens; causal: each token sees those before it alone.
 
     With config.scan_layers the layers' parameters are stacked along a leading axis and one compiled layer serves all;
     the initial values are the same either way.
@@ -151,18 +145,19 @@ class Stack(nnx.Module):
         layer: type,
         depth: int,
         mixer: Spec | Mixer,
-        bidirectional: bool,
-        config: EncoderDecoderConfig,
+        causal: bool,
+        config: ModelConfig,
         *,
         rngs: nnx.Rngs,
     ):
         self.config = config
+        self.causal = causal
         mixer = as_mixer(mixer)
         dims = Dims(config.features, config.heads, config.head_dim)
         self.relative_spec = None
         if config.relative_bias and not mixer.bias_error():
             self.relative_spec = RelativePositionBias(
-                config.relative_buckets, config.relative_max_distance, bidirectional
+                config.relative_buckets, config.relative_max_distance, bidirectional=not causal
             )
             self.relative_bias = variables(self.relative_spec.params(dims), rngs, config.param_dtype)
         self.shared = variables(mixer.stack_params(dims), rngs, config.param_dtype)
@@ -187,8 +182,35 @@ class Stack(nnx.Module):
             return None
         return self.relative_spec.bias(values(self.relative_bias), q_length, k_length, q_positions).bias
 
-    def cached_bias(self, s_length: int, caches: Any, positions: Int[Array, "s"]) -> Float[Array, "b h s k"] | None:
-        """The bias of the next tokens, at these positions, for all that the layers' caches have room for."""
+    def context(
+        self,
+        tokens: Int[Array, "b q"],
+        segments: Int[Array, "b q"] | None = None,
+        positions: Int[Array, "b q"] | None = None,
+    ) -> Context:
+        """What the layers are told of a sequence: where padding is, unless segments say it or nobody looks behind."""
+        # Within a segment, slots in the row and positions differ by a constant, so that packed rows share one bias.
+        bias = self.bias(tokens.shape[1], tokens.shape[1], positions if segments is None else None)
+        return Context(
+            key_mask=tokens > 0 if segments is None and not self.causal else None,
+            segments=segments,
+            positions=positions,
+            bias=bias,
+            shared=self.shared_values(),
+            causal=self.causal,
+        )
+
+    def step(self, x: Float[Array, "b s e"], layers: Any, index: Int[Array, ""], context: Context):
+        """The next s tokens from slot `index` on: (outputs after the final norm [b, s, e], the layers' caches)."""
+        positions = index + jnp.arange(x.shape[1], dtype=jnp.int32)
+        context = dataclasses.replace(
+            context, bias=self._cached_bias(x.shape[1], layers, positions), shared=self.shared_values()
+        )
+        x, layers = self.over_layers(lambda layer, x, cache: layer.step(x, cache, context), x, layers)
+        return self.final_norm(x), layers
+
+    def _cached_bias(self, s_length, caches, positions):
+        """The bias [1, h, s, k] of the next tokens for all that the layers' caches have room for."""
         if self.relative_spec is None:
             return None
         one = caches[0] if isinstance(caches, tuple) else jax.tree.map(lambda leaf: leaf[0], caches)
@@ -246,6 +268,34 @@ def _entry(per_layer, index):
 def _stack_or_tuple(outs):
     shapes = {(jax.tree.structure(out), *(leaf.shape for leaf in jax.tree.leaves(out))) for out in outs}
     return tuple(outs) if len(shapes) > 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+
+def lm_head(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Variable | None:
+    """The matrix [e, v] of a softmax of its own; None where it is tied to the embedding."""
+    if config.tied_embedding:
+        return None
+    kernel = Param((config.features, config.vocab_size), (EMBED, VOCAB), fan_in(config.features))
+    return variable(kernel, rngs, config.param_dtype)
+
+
+def token_logits(x: Float[Array, "b q e"], embedding: Embedding, head: nnx.Variable | None) -> Float[Array, "b q v"]:
+    """Logits in float32, from the head or from the embedding scaled by e^-0.5."""
+    if head is None:
+        return embedding.attend(x * x.shape[-1] ** -0.5)
+    return contract("bqe,ev->bqv", x, head[...].astype(x.dtype))
+
+
+def check_packing(segments: dict[str, Array | None], positions: dict[str, Array | None]) -> None:
+    """Refuse segment ids of some sequences only, or without the positions within them; by the arguments' names."""
+    given = [name for name, ids in segments.items() if ids is not None]
+    if given and len(given) < len(segments):
+        raise ValueError(f"{', '.join(segments)}: expected both or neither; a packed batch has both")
+    missing = [name for name, ids in positions.items() if ids is None]
+    if given and missing:
+        raise ValueError(
+            f"{' and '.join(missing)}: expected beside segment ids, the positions within each segment from 0; "
+            "seqio's packing gives them"
+        )
 
 
 def _attention(config, scores, heads, head_dim, rngs):

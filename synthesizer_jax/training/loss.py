@@ -24,28 +24,31 @@ class LossSums(NamedTuple):
     z_loss: Float[Array, ""]  # its z part
     correct: Float[Array, ""]  # weight of the positions whose target has the largest logit, alone or in a tie
     weight: Float[Array, ""]  # number of real targets when weights are 0 and 1
+    nats: Float[Array, ""]  # weighted - log p(target): no smoothing, no z part
 
 
 def cross_entropy(
-    logits: Float[Array, "b t v"],
-    targets: Int[Array, "b t"],
-    weights: Num[Array, "b t"],
+    logits: Float[Array, "*b v"],
+    targets: Int[Array, "*b"],
+    weights: Num[Array, "*b"],
     *,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> LossSums:
     """Sums of the loss over the positions, each times its weight. A weighted target outside [0, v) makes them NaN.
 
+    Positions are [b, t] for tokens, [b] for the classes of whole sequences, whose number is then v.
+
     Raises: ValueError for a negative z_loss or a label_smoothing outside [0, 1).
     """
     check_loss_settings(z_loss, label_smoothing)
-    loss, z_part, correct = _token_loss(logits, targets, z_loss, label_smoothing)
+    loss, z_part, correct, nats = _token_loss(logits, targets, z_loss, label_smoothing)
     weights = weights.astype(jnp.float32)
 
     def weighted(values):  # by where, as a position of weight 0 may hold anything: NaN * 0 is NaN
         return jnp.sum(jnp.where(weights != 0, values * weights, 0))
 
-    return LossSums(weighted(loss), weighted(z_part), weighted(correct), jnp.sum(weights))
+    return LossSums(weighted(loss), weighted(z_part), weighted(correct), jnp.sum(weights), weighted(nats))
 
 
 def check_loss_settings(z_loss: float, label_smoothing: float) -> None:
@@ -74,18 +77,19 @@ def _forward(logits, targets, z_loss, label_smoothing):
         expected += off * jnp.sum(rows, axis=-1)
     z_part = z_loss * jnp.square(log_z)
     loss = log_z - expected - _entropy(on, off, rows.shape[-1]) + z_part
-    return (loss, z_part, (at_target == largest).astype(jnp.float32)), (logits, targets, log_z)
+    correct = (at_target == largest).astype(jnp.float32)
+    return (loss, z_part, correct, log_z - at_target), (logits, targets, log_z)
 
 
 def _backward(z_loss, label_smoothing, residuals, cotangents):
     logits, targets, log_z = residuals
-    loss_bar, z_bar, _ = cotangents
+    loss_bar, z_bar, _, nats_bar = cotangents
     on, off = _smoothed(label_smoothing, logits.shape[-1])
-    by_log_z = loss_bar + (loss_bar + z_bar) * (2 * z_loss) * log_z
+    by_log_z = loss_bar + nats_bar + (loss_bar + z_bar) * (2 * z_loss) * log_z
     softmax = jnp.exp(logits.astype(jnp.float32) - log_z[..., None])
     is_target = jnp.arange(logits.shape[-1], dtype=targets.dtype) == targets[..., None]
-    smoothed = jnp.where(is_target, jnp.float32(on), jnp.float32(off))
-    gradient = softmax * by_log_z[..., None] - smoothed * loss_bar[..., None]
+    by_logit = jnp.where(is_target, (on * loss_bar + nats_bar)[..., None], (off * loss_bar)[..., None])
+    gradient = softmax * by_log_z[..., None] - by_logit
     return gradient.astype(logits.dtype), np.zeros(targets.shape, jax.dtypes.float0)
 
 
