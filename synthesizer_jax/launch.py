@@ -78,8 +78,11 @@ _SPECS = (
     scores.FactorizedDense,
     scores.Mixture,
     scores.RelativePositionBias,
+    scores.Kernel,
     mixers.MultiHead,
     mixers.Sparse,
+    mixers.Linformer,
+    mixers.TokenMixing,
 )
 _PRESETS = (
     models.t5_tiny,

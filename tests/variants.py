@@ -1,6 +1,7 @@
 """The tuples of all variants that drive the properties: adding a variant is one row here.
 
-VARIANTS are scores; MIXERS are all that a layer can be made of: the scores, and what takes attention's place.
+VARIANTS are scores, which have logits; KERNELS are scores, some without a logarithm and some up to a constant of the row.
+MIXERS are all that a layer can be made of: these scores, and what takes attention's place.
 """
 
 import synthesizer_jax as sj
@@ -36,8 +37,43 @@ VARIANTS = (
     ("nested", sj.Mixture((sj.synthesizer("R+D", MAX_LENGTH), sj.DotProduct(), sj.Random(MAX_LENGTH)))),
 )
 
+LEARNED = {"positions": "learned", "max_length": MAX_LENGTH}
+T5 = {"positions": "t5", "buckets": 8, "max_distance": 16}
+
+KERNELS = (
+    ("exponential", sj.Kernel()),
+    ("rbf", sj.Kernel("rbf")),
+    ("rbf symmetric", sj.Kernel("rbf", symmetric=True)),
+    ("polynomial", sj.Kernel("polynomial")),
+    ("direct sum", sj.Kernel("rbf", integration="direct_sum", **LEARNED)),
+    ("lookup", sj.Kernel(integration="lookup", scaled_lookup=True)),
+    ("lookup learned", sj.Kernel(integration="lookup", **LEARNED)),
+    ("lookup t5", sj.Kernel("polynomial", integration="lookup", **T5)),
+    ("Transformer-XL", sj.Kernel(integration="product_asymmetric", biases=True)),
+    ("asymmetric product learned", sj.Kernel("rbf", integration="product_asymmetric", **LEARNED)),
+    ("asymmetric product t5", sj.Kernel(symmetric=True, integration="product_asymmetric", **T5)),
+    ("symmetric product", sj.Kernel("rbf", symmetric=True, integration="product_symmetric")),
+    ("symmetric product learned", sj.Kernel("polynomial", integration="product_symmetric", **LEARNED)),
+    ("values with positions", sj.Kernel(integration="direct_sum", value_positions=True)),
+    ("values with learned positions", sj.Kernel("rbf", value_positions=True, **LEARNED)),
+    ("linear", sj.Kernel("linear")),
+    ("linear symmetric product", sj.Kernel("linear", integration="product_symmetric", symmetric=True, **LEARNED)),
+    ("R+rbf", sj.Mixture((sj.Random(MAX_LENGTH), sj.Kernel("rbf", symmetric=True)))),
+    ("D+polynomial", sj.Mixture((sj.Dense(MAX_LENGTH), sj.Kernel("polynomial")))),
+    ("FR+linear", sj.Mixture((sj.FactorizedRandom(MAX_LENGTH), sj.Kernel("linear", value_positions=True)), "sum")),
+)
+
 MIXERS = (
     *VARIANTS,
+    *KERNELS,
     ("V local", sj.MultiHead(sj.DotProduct(), keys=sj.Sparse(3))),
     ("R+V strided", sj.MultiHead(sj.synthesizer("R+V", MAX_LENGTH), keys=sj.Sparse(2, stride=4))),
+    ("Linformer", sj.Linformer(MAX_LENGTH, rank=3)),
+    ("Linformer per head", sj.Linformer(MAX_LENGTH, rank=3, sharing="none")),
+    ("Linformer key-value", sj.Linformer(MAX_LENGTH, rank=5, sharing="key-value")),
+    ("Linformer layerwise", sj.Linformer(MAX_LENGTH, rank=3, sharing="layerwise")),
+    ("token mixing", sj.TokenMixing(MAX_LENGTH)),
+    ("token mixing without bias", sj.TokenMixing(MAX_LENGTH, bias=False)),
+    ("token mixing MLP", sj.TokenMixing(MAX_LENGTH, hidden=2 * MAX_LENGTH)),
+    ("token mixing encoder MLP", sj.TokenMixing(MAX_LENGTH, hidden=10, bias=False, approximate_gelu=False)),
 )

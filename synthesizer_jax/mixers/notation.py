@@ -5,10 +5,13 @@ import dataclasses
 import re
 from typing import get_args
 
+from synthesizer_jax.mixers.linformer import Linformer
 from synthesizer_jax.mixers.mixer import Mixer
+from synthesizer_jax.mixers.token_mixing import TokenMixing
 from synthesizer_jax.scores.base import Spec, check_positive
 from synthesizer_jax.scores.dense import Dense, FactorizedDense
 from synthesizer_jax.scores.dot_product import DotProduct
+from synthesizer_jax.scores.kernels import Kernel
 from synthesizer_jax.scores.mixture import Mixture, Weights
 from synthesizer_jax.scores.random import FactorizedRandom, Random
 
@@ -20,9 +23,13 @@ _SCORES = {
     "FR": (FactorizedRandom, {}),
     "D": (Dense, {}),
     "FD": (FactorizedDense, {}),
+    "Kernel": (Kernel, {}),
 }
 # What takes attention's place as a whole.
-_MIXERS: dict[str, tuple[type, dict]] = {}
+_MIXERS: dict[str, tuple[type, dict]] = {
+    "Linformer": (Linformer, {}),
+    "TokenMixing": (TokenMixing, {}),
+}
 _LETTERS = _SCORES | _MIXERS
 _PART = re.compile(r"\s*(?P<letter>\w+)\s*(\[(?P<options>[^\[\]]*)\])?\s*")
 

@@ -122,7 +122,9 @@ class Kernel(Spec):
     def weighting_error(self):
         if self.kernel != "linear":
             return None
-        return "the scores of a linear kernel may be negative and have no weighted logarithm; kernels multiply with 'sum'"
+        return (
+            "the scores of a linear kernel may be negative and have no weighted logarithm; kernels multiply with 'sum'"
+        )
 
     def cross_attention_error(self):
         if self.integration == "none" and not self.value_positions:
@@ -150,6 +152,7 @@ class Kernel(Spec):
         if self.positions == "sinusoidal":
             t = sinusoids(jnp.arange(length) if positions is None else positions, size)
         else:
+            check_reach(type(self).__name__, self.max_length, length, length, positions, positions)
             t = take_positions(params["positions"].astype(jnp.float32), positions, length, axis=0)
         return t if t.ndim == 3 else t[None]
 
