@@ -1,8 +1,12 @@
 """From a seqio task or mixture to batches of numpy arrays, with a state from which a new process goes on exactly.
 
-Keys are seqio's: encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, decoder_loss_weights and, where
-examples are packed, {encoder,decoder}_segment_ids (1, 2, ...; 0 is padding) and {encoder,decoder}_positions (within the
-example). All are int32 [rows, length].
+Keys are seqio's, and models/batch.py has those of each kind of model: encoder_input_tokens, decoder_input_tokens,
+decoder_target_tokens, decoder_loss_weights and, where examples are packed, {encoder,decoder}_segment_ids (1, 2, ...; 0 is
+padding) and {encoder,decoder}_positions (within the example), int32 [rows, length]; labels and loss_weights, int32 [rows].
+
+What a task has: for an encoder-decoder the features "inputs" and "targets", token ids both; for a language model
+"targets" alone; for a classifier "inputs", and "targets" that is one class id, int32 [1], whose vocabulary has as many
+entries as there are classes (tasks/labels.py, or seqio.PassThroughVocabulary), without an end-of-sequence id.
 
 **Hosts.** Every host runs the whole pipeline and keeps its rows of each batch. So batches, losses and states do not
 depend on the number of hosts, and a run continues on another number of them. The price is reading everything on each
@@ -20,7 +24,7 @@ import json
 import pathlib
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +33,10 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from synthesizer_jax import tasks
+from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, ENCODER_ONLY, BatchKeys
+from synthesizer_jax.models.config import EncoderOnlyConfig, ModelConfig
 
-FEATURES = ("inputs", "targets")
+TARGETS = "targets"
 Batch = dict[str, np.ndarray]
 Provider = seqio.Task | seqio.Mixture
 
@@ -43,8 +49,10 @@ class TrainBatches:
 
     Args:
       mixture_or_task_name: a name registered with seqio; import its module first.
-      task_feature_lengths: tokens of a row, {"inputs": ..., "targets": ...}; longer examples are cut.
+      task_feature_lengths: tokens of a row, {"inputs": ..., "targets": ...}, those that `keys` names; longer examples
+        are cut.
       batch_size: rows of a batch, over all hosts.
+      keys: what the kind of model reads, such as config.batch.
       split: a split of the task; tasks of a mixture that do not have it are left out.
       seed: of the order, of mixing and of preprocessors that draw at random.
       pack: whether several examples share a row.
@@ -62,6 +70,7 @@ class TrainBatches:
         task_feature_lengths: Mapping[str, int],
         batch_size: int,
         *,
+        keys: BatchKeys = ENCODER_DECODER,
         split: str = "train",
         seed: int = 0,
         pack: bool = True,
@@ -71,12 +80,14 @@ class TrainBatches:
         shard: tuple[int, int] = (0, 1),
     ):
         provider = get_mixture_or_task(mixture_or_task_name)
-        check_lengths(task_feature_lengths)
+        check_lengths(task_feature_lengths, keys)
+        check_packing(keys, pack)
+        check_features(provider, keys)
         check_split(provider, split)
         self._rows = _rows(batch_size, shard)
         _check_integers(seed=(seed, 0), num_epochs=(1 if num_epochs is None else num_epochs, 1))
         cached = use_cache(provider, use_cached_tasks)
-        lengths = {name: int(task_feature_lengths[name]) for name in FEATURES}
+        lengths = {name: int(task_feature_lengths[name]) for name in keys.task_features}  # they tell the kind of model
         self._identity = {
             "mixture_or_task_name": mixture_or_task_name,
             "task_feature_lengths": lengths,
@@ -87,12 +98,12 @@ class TrainBatches:
             "shuffle": shuffle,
             "use_cached_tasks": cached,
             "num_epochs": num_epochs,
-            "examples": _fingerprints(provider, lengths, split, cached, seed),
+            "examples": _fingerprints(provider, lengths, keys, split, cached, seed),
             "seqio": seqio.__version__,
             "tensorflow": tf.__version__,
         }
         options = {"split": split, "use_cached": cached, "seed": seed, "shuffle": shuffle, "num_epochs": num_epochs}
-        dataset = _converted(provider, lengths, pack=pack, **options)
+        dataset = _converted(provider, lengths, keys, pack=pack, **options)
         dataset = dataset.batch(batch_size, drop_remainder=True).prefetch(2).with_options(_options())
         self._iterator = iter(dataset)
         self._empty = f"batch_size: {split!r} of {mixture_or_task_name!r} has fewer rows than one batch of {batch_size}"
@@ -165,6 +176,7 @@ def eval_batches(
     task_feature_lengths: Mapping[str, int],
     batch_size: int,
     *,
+    keys: BatchKeys = ENCODER_DECODER,
     split: str = "validation",
     seed: int = 0,
     use_cached_tasks: bool | None = None,
@@ -176,22 +188,24 @@ def eval_batches(
     all padding, with weight 0. Every host gets the same number of batches.
     """
     provider = get_mixture_or_task(mixture_or_task_name)
-    check_lengths(task_feature_lengths)
+    check_lengths(task_feature_lengths, keys)
+    check_features(provider, keys)
     check_split(provider, split)
     rows = _rows(batch_size, shard)
     cached = use_cache(provider, use_cached_tasks)
-    lengths = {name: int(task_feature_lengths[name]) for name in FEATURES}
-    _fingerprints(provider, lengths, split, cached, seed)  # raises where there are no examples
+    lengths = {name: int(task_feature_lengths[name]) for name in keys.task_features}
+    _fingerprints(provider, lengths, keys, split, cached, seed)  # raises where there are no examples
     options = {"split": split, "use_cached": cached, "seed": seed, "shuffle": False, "num_epochs": 1, "pack": False}
-    datasets = [_converted(task, lengths, **options) for task in _with_split(provider, split)]
+    datasets = [_converted(task, lengths, keys, **options) for task in _with_split(provider, split)]
     dataset = functools.reduce(tf.data.Dataset.concatenate, datasets).batch(batch_size).with_options(_options())
     return _padded(dataset, batch_size, rows)
 
 
 def _padded(dataset: tf.data.Dataset, batch_size: int, rows: slice) -> Iterator[tuple[Batch, int]]:
     for batch in dataset.as_numpy_iterator():
-        real = len(batch["encoder_input_tokens"])
-        filled = {name: np.pad(ids, ((0, batch_size - real), (0, 0)))[rows] for name, ids in batch.items()}
+        real = len(next(iter(batch.values())))
+        missing = (0, batch_size - real)
+        filled = {name: np.pad(ids, (missing, (0, 0))[: ids.ndim])[rows] for name, ids in batch.items()}
         yield filled, min(max(real - rows.start, 0), rows.stop - rows.start)
 
 
@@ -221,14 +235,48 @@ def get_mixture_or_task(name: str | Provider) -> Provider:
     )
 
 
-def check_lengths(task_feature_lengths: Mapping[str, int]) -> None:
-    """Raises ValueError unless there is a positive length for exactly "inputs" and "targets"."""
-    if not isinstance(task_feature_lengths, Mapping) or set(task_feature_lengths) != set(FEATURES):
+def check_lengths(task_feature_lengths: Mapping[str, int], keys: BatchKeys = ENCODER_DECODER) -> None:
+    """Raises ValueError unless there is a positive length for exactly the features that the kind of model needs."""
+    if not isinstance(task_feature_lengths, Mapping) or set(task_feature_lengths) != set(keys.task_features):
+        wanted = ", ".join(f'"{name}": TOKENS' for name in keys.task_features)
         raise ValueError(
-            'task_feature_lengths: expected {"inputs": TOKENS, "targets": TOKENS}, got '
+            f"task_feature_lengths: expected {{{wanted}}} for {keys.kind}, got "
             f"{dict(task_feature_lengths) if isinstance(task_feature_lengths, Mapping) else task_feature_lengths!r}"
         )
-    _check_integers(**{f'task_feature_lengths["{name}"]': (task_feature_lengths[name], 1) for name in FEATURES})
+    _check_integers(**{f'task_feature_lengths["{n}"]': (task_feature_lengths[n], 1) for n in keys.task_features})
+
+
+def check_packing(keys: BatchKeys, pack: bool) -> None:
+    """Raises ValueError where examples can't share rows."""
+    if pack and not keys.packing:
+        raise ValueError(
+            f"pack: {keys.kind} gives one answer for a row, so that a row holds one example; set pack=False (PACK = False)"
+        )
+
+
+def check_features(mixture_or_task: str | Provider, keys: BatchKeys) -> None:
+    """Raises ValueError where a task lacks what the kind of model reads, or has inputs that it would not read."""
+    provider = get_mixture_or_task(mixture_or_task)
+    has, reads = set(provider.output_features), {*keys.task_features, TARGETS}
+    if reads - has or (has - reads) & {"inputs"}:
+        raise ValueError(
+            f"mixture_or_task_name: {provider.name!r} has the features {' and '.join(sorted(has))}, but {keys.kind} reads "
+            f"{' and '.join(sorted(reads))}"
+        )
+
+
+def check_model(mixture_or_task: str | Provider, config: ModelConfig) -> None:
+    """Raises ValueError where a task's features, vocabularies or labels are not those that a model is made for."""
+    provider = get_mixture_or_task(mixture_or_task)
+    check_features(provider, config.batch)
+    check_vocabulary(provider, config.vocab_size, config.batch.task_features)
+    if isinstance(config, EncoderOnlyConfig):
+        labels = output_vocabulary(provider).vocab_size
+        if labels != config.num_classes:
+            raise ValueError(
+                f"num_classes: {TARGETS!r} of {provider.name!r} is one of {labels} ids, the model has "
+                f"{config.num_classes} classes; a classifier's task has a vocabulary of its labels"
+            )
 
 
 def check_split(mixture_or_task: str | Provider, split: str) -> None:
@@ -239,7 +287,7 @@ def check_split(mixture_or_task: str | Provider, split: str) -> None:
         raise ValueError(f"split: {provider.name!r} has no split {split!r}; it has {', '.join(splits)}")
 
 
-def output_vocabulary(mixture_or_task: str | Provider, feature: str = "targets") -> seqio.Vocabulary:
+def output_vocabulary(mixture_or_task: str | Provider, feature: str = TARGETS) -> seqio.Vocabulary:
     """The vocabulary of a feature: `.vocab_size` counts its sentinels, `.decode(ids)` gives text."""
     provider = get_mixture_or_task(mixture_or_task)
     if feature not in provider.output_features:
@@ -248,10 +296,12 @@ def output_vocabulary(mixture_or_task: str | Provider, feature: str = "targets")
     return provider.output_features[feature].vocabulary
 
 
-def check_vocabulary(mixture_or_task: str | Provider, vocab_size: int) -> None:
+def check_vocabulary(
+    mixture_or_task: str | Provider, vocab_size: int, features: Sequence[str] = ENCODER_DECODER.task_features
+) -> None:
     """Raises ValueError where a model with `vocab_size` embedding rows has none for some of the task's ids."""
     provider = get_mixture_or_task(mixture_or_task)
-    for feature in FEATURES:
+    for feature in features:
         ids = output_vocabulary(provider, feature).vocab_size
         if ids > vocab_size:
             raise ValueError(
@@ -301,17 +351,67 @@ def _rows(batch_size: int, shard: tuple[int, int]) -> slice:
 # Datasets
 
 
-def _task_features(provider: Provider, lengths: dict[str, int], **options) -> tf.data.Dataset:
-    """Examples of "inputs" and "targets" in an order that depends on the options only."""
+class LabelFeatureConverter(seqio.FeatureConverter):
+    """For classifiers: an example's "inputs" and its class id to encoder_input_tokens, labels and loss_weights.
+
+    {"inputs": [7, 8, 1], "targets": [2]} with {"inputs": 4, "targets": 1} gives
+    {"encoder_input_tokens": [7, 8, 1, 0], "labels": 2, "loss_weights": 1}.
+    """
+
+    TASK_FEATURES = {
+        "inputs": seqio.FeatureConverter.FeatureSpec(dtype=tf.int32),
+        TARGETS: seqio.FeatureConverter.FeatureSpec(dtype=tf.int32),
+    }
+    MODEL_FEATURES = {
+        "encoder_input_tokens": seqio.FeatureConverter.FeatureSpec(dtype=tf.int32),
+        "labels": seqio.FeatureConverter.FeatureSpec(dtype=tf.int32, rank=0),
+        "loss_weights": seqio.FeatureConverter.FeatureSpec(dtype=tf.int32, rank=0),
+    }
+    PACKING_FEATURE_DTYPES = None  # seqio refuses to pack then
+
+    def _convert_features(self, ds, task_feature_lengths):
+        def convert(example):
+            label = tf.reshape(tf.ensure_shape(example[TARGETS], [1]), [])
+            weight = tf.ones([], tf.int32)
+            return {"encoder_input_tokens": example["inputs"], "labels": label, "loss_weights": weight}
+
+        return self._pack_or_pad(ds, {"inputs": task_feature_lengths["inputs"]}).map(convert, tf.data.AUTOTUNE)
+
+    def get_model_feature_lengths(self, task_feature_lengths):
+        return {"encoder_input_tokens": task_feature_lengths["inputs"], "labels": 1, "loss_weights": 1}
+
+
+_CONVERTERS = {
+    ENCODER_DECODER: seqio.EncDecFeatureConverter,
+    DECODER_ONLY: seqio.LMFeatureConverter,
+    ENCODER_ONLY: LabelFeatureConverter,
+}
+
+
+def feature_converter(keys: BatchKeys, pack: bool = False) -> seqio.FeatureConverter:
+    """From the task's features to those of a kind of model."""
+    return _CONVERTERS[keys](pack=pack)
+
+
+def task_dataset(mixture_or_task: str | Provider, lengths: Mapping[str, int], **options) -> tf.data.Dataset:
+    """Examples with the task's features in an order that depends on the options only, those of seqio's get_dataset."""
+    provider = get_mixture_or_task(mixture_or_task)
     try:
-        return provider.get_dataset(lengths, **options).with_options(_options())
+        return provider.get_dataset(dict(lengths), **options).with_options(_options())
     except ValueError as error:
-        raise ValueError(f"{provider.name!r} with task_feature_lengths={lengths}: {error}") from error
+        raise ValueError(f"{provider.name!r} with task_feature_lengths={dict(lengths)}: {error}") from error
 
 
-def _converted(provider: Provider, lengths: dict[str, int], *, pack: bool, **options) -> tf.data.Dataset:
-    """Rows of model features."""
-    return seqio.EncDecFeatureConverter(pack=pack)(_task_features(provider, lengths, **options), lengths)
+def model_dataset(
+    dataset: tf.data.Dataset, lengths: Mapping[str, int], keys: BatchKeys, pack: bool = False
+) -> tf.data.Dataset:
+    """Rows of model features from examples with the task's features."""
+    whole = dict(lengths) | ({TARGETS: 1} if keys == ENCODER_ONLY else {})  # a label is never cut, nor padded
+    return feature_converter(keys, pack)(dataset, whole)
+
+
+def _converted(provider, lengths, keys, *, pack, **options):
+    return model_dataset(task_dataset(provider, lengths, **options), lengths, keys, pack)
 
 
 def _options() -> tf.data.Options:
@@ -320,23 +420,35 @@ def _options() -> tf.data.Options:
     return options
 
 
-def _fingerprints(provider: Provider, lengths: dict[str, int], split: str, cached: bool, seed: int) -> dict[str, str]:
+def _fingerprints(provider, lengths, keys, split, cached, seed) -> dict[str, str]:
     key = tuple(lengths.items())
-    return {task.name: _fingerprint(task, key, split, cached, seed) for task in _with_split(provider, split)}
+    return {task.name: _fingerprint(task, key, keys, split, cached, seed) for task in _with_split(provider, split)}
 
 
 @functools.lru_cache(maxsize=64)
-def _fingerprint(task: seqio.Task, lengths: tuple[tuple[str, int], ...], split: str, cached: bool, seed: int) -> str:
+def _fingerprint(
+    task: seqio.Task, lengths: tuple[tuple[str, int], ...], keys: BatchKeys, split: str, cached: bool, seed: int
+) -> str:
     """A hash of a task's first examples: it differs where text or vocabulary do. Raises where there is none."""
     options = {"split": split, "use_cached": cached, "shuffle": False, "seed": seed, "num_epochs": 1}
-    dataset = _task_features(task, dict(lengths), **options)
+    dataset = task_dataset(task, dict(lengths), **options)
     digest, count = hashlib.sha256(), 0
     for count, example in enumerate(dataset.take(32).as_numpy_iterator(), start=1):
-        for name in FEATURES:
+        if keys == ENCODER_ONLY:
+            _check_label(task, example[TARGETS])
+        for name in dict.fromkeys((*keys.task_features, TARGETS)):
             digest.update(example[name].tobytes() + b";")
     if not count:
         raise ValueError(f"split: {split!r} of {task.name!r} has no examples")
     return digest.hexdigest()[:16]
+
+
+def _check_label(task, ids):
+    classes = output_vocabulary(task).vocab_size
+    if ids.shape != (1,) or not 0 <= ids[0] < classes:
+        raise ValueError(
+            f"{TARGETS}: expected one class id from 0 to {classes - 1} in each example of {task.name!r}, got {ids.tolist()}"
+        )
 
 
 # Packages

@@ -11,5 +11,7 @@ CONTENTS = {
         "quickstart_negation",
         "quickstart_number",
         "quickstart_finetune",
+        "quickstart_lm",
+        "quickstart_negation_class",
     ),
 }

@@ -1,5 +1,7 @@
 """The quickstart's tasks, from text that ships with Python. Targets of the fine-tuning tasks are "true" or "false".
 
+For encoder-decoders:
+
 quickstart_span_corruption   T5's pretraining objective.
 quickstart_negation          One sentence: does it deny something?
                              inputs "negation the value of the object is not returned"
@@ -7,7 +9,12 @@ quickstart_number            A pair: is the word of the second in the first, but
                              inputs "number the value of the object is returned: objects"
 quickstart_finetune          A mixture of the last two, one to three: the second takes longer to learn.
 
-The first is answered by what words there are. The second needs a comparison: which of the words counts depends on the
+For a language model and for a classifier:
+
+quickstart_lm                Sentences, each an example with "targets" alone.
+quickstart_negation_class    quickstart_negation with the class's id, 0 or 1, as its target.
+
+Negation is answered by what words there are. Number needs a comparison: which of the words counts depends on the
 other part, which stands at no fixed place, and false examples ask for words as frequent as the true ones do. (Asking for
 the same word would be harder for dot-product attention, not easier: without masks each word attends to itself best.)
 
@@ -28,6 +35,7 @@ from t5.data import postprocessors, preprocessors
 from t5.evaluation import metrics
 
 from synthesizer_jax.tasks import quickstart_text
+from synthesizer_jax.tasks.labels import LabelVocabulary
 
 VOCABULARY = seqio.SentencePieceVocabulary(str(pathlib.Path(__file__).with_name("quickstart.model")), extra_ids=100)
 LABELS = ("false", "true")
@@ -62,6 +70,11 @@ class _Source(seqio.DataSource):
 def documents(split: str) -> list[Example]:
     """A document for each topic."""
     return [{"text": " ".join(paragraphs)} for paragraphs in quickstart_text.corpus()[split].values()]
+
+
+def sentences(split: str) -> list[Example]:
+    """Each sentence of the text."""
+    return [{"targets": sentence} for sentence in quickstart_text.sentences(split)]
 
 
 def negation_examples(split: str) -> list[Example]:
@@ -136,6 +149,11 @@ def other_number() -> dict[str, str]:
     return {word: other for pair in pairs[:NOUNS] for word, other in (pair, pair[::-1])}
 
 
+TOKENIZED = [
+    seqio.preprocessors.tokenize,
+    seqio.CacheDatasetPlaceholder(),
+    seqio.preprocessors.append_eos_after_trim,
+]
 OUTPUT_FEATURES = {name: seqio.Feature(vocabulary=VOCABULARY, add_eos=True) for name in ("inputs", "targets")}
 
 seqio.TaskRegistry.add(
@@ -156,14 +174,26 @@ for _name, _examples in (("quickstart_negation", negation_examples), ("quickstar
     seqio.TaskRegistry.add(
         _name,
         source=_Source(_examples),
-        preprocessors=[
-            seqio.preprocessors.tokenize,
-            seqio.CacheDatasetPlaceholder(),
-            seqio.preprocessors.append_eos_after_trim,
-        ],
+        preprocessors=TOKENIZED,
         postprocess_fn=functools.partial(postprocessors.string_label_to_class_id, label_classes=LABELS),
         output_features=OUTPUT_FEATURES,
         metric_fns=[metrics.accuracy],
     )
+
+seqio.TaskRegistry.add(
+    "quickstart_lm",
+    source=_Source(sentences),
+    preprocessors=TOKENIZED,
+    output_features={"targets": OUTPUT_FEATURES["targets"]},
+    metric_fns=[],
+)
+
+seqio.TaskRegistry.add(
+    "quickstart_negation_class",
+    source=_Source(negation_examples),
+    preprocessors=TOKENIZED,
+    output_features=OUTPUT_FEATURES | {"targets": seqio.Feature(vocabulary=LabelVocabulary(LABELS), add_eos=False)},
+    metric_fns=[metrics.accuracy],
+)
 
 seqio.MixtureRegistry.add("quickstart_finetune", [("quickstart_negation", 1), ("quickstart_number", 3)])

@@ -12,7 +12,7 @@ Restoring compares every path and shape before it reads an array: Orbax itself i
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,13 @@ from orbax.checkpoint.checkpoint_managers import LatestN
 
 from synthesizer_jax import sharding
 from synthesizer_jax.models import parameters
-from synthesizer_jax.models.config import EncoderDecoderConfig, config_from_json, to_json
+from synthesizer_jax.models.config import (
+    EncoderDecoderConfig,
+    EncoderOnlyConfig,
+    ModelConfig,
+    config_from_json,
+    to_json,
+)
 
 PREFIX = "checkpoint"
 STATE, MODEL, RUN = "state", "model", "run"
@@ -31,6 +37,9 @@ TRASH = "deleted_checkpoints"
 
 # Fields of a configuration that may change between the run that wrote a checkpoint and the one that reads it.
 FREE_FIELDS = ("dropout_rate", "dtype", "remat")
+
+# Where an encoder-decoder and a classifier have the same parameters.
+ENCODER_PATHS = ("params/embedding", "params/encoder", "fixed/encoder")
 
 
 class CheckpointWriter:
@@ -53,7 +62,7 @@ class CheckpointWriter:
         self._trash = folder / TRASH
         self._empty_trash()
 
-    def save(self, step: int, state: Any, config: EncoderDecoderConfig, run: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Any, config: ModelConfig, run: Mapping[str, Any]) -> None:
         """Copies `state` and returns; files are written while training goes on. Raises an earlier write's error."""
         items = {
             STATE: ocp.args.PyTreeSave(_nested(dict(sharding.named_leaves(state)))),
@@ -119,7 +128,7 @@ def find(path: str) -> epath.Path:
     )
 
 
-def read_config(checkpoint: epath.PathLike) -> EncoderDecoderConfig:
+def read_config(checkpoint: epath.PathLike) -> ModelConfig:
     """The configuration of the model in a checkpoint."""
     return config_from_json(json.dumps(_read_json(checkpoint, MODEL)))
 
@@ -129,14 +138,25 @@ def read_run(checkpoint: epath.PathLike) -> dict[str, Any]:
     return _read_json(checkpoint, RUN)
 
 
-def check_same_model(checkpoint: epath.PathLike, config: EncoderDecoderConfig) -> None:
+def check_same_model(checkpoint: epath.PathLike, config: ModelConfig) -> None:
     """ValueError that lists the fields in which a checkpoint's model differs from `config`, but for those that may."""
-    saved, wanted = json.loads(to_json(read_config(checkpoint))), json.loads(to_json(config))
-    different = [name for name in wanted if saved[name] != wanted[name] and name not in FREE_FIELDS]
+    saved = read_config(checkpoint)
+    if type(saved) is not type(config):
+        raise ValueError(
+            f"{checkpoint} holds another kind of model: {saved.batch.kind}, where {config.batch.kind} is wanted"
+        )
+    _check_fields(checkpoint, saved, config, "another model")
+
+
+def _check_fields(checkpoint, saved, config, what):
+    """The fields that both configurations have."""
+    saved, wanted = json.loads(to_json(saved)), json.loads(to_json(config))
+    names = [name for name in wanted if name in saved and name not in ("kind", *FREE_FIELDS)]
+    different = [name for name in names if saved[name] != wanted[name]]
     if different:
         lines = [f"  {name}: {saved[name]} in the checkpoint, {wanted[name]} now" for name in different]
         raise ValueError(
-            f"{checkpoint} holds another model:\n" + "\n".join(lines) + "\nuse its configuration, or another model_dir "
+            f"{checkpoint} holds {what}:\n" + "\n".join(lines) + "\nuse its configuration, or another model_dir "
             "or checkpoint"
         )
 
@@ -150,8 +170,8 @@ def restore(checkpoint: epath.PathLike, target: Any) -> Any:
 
 
 def restore_params(
-    path: str, mesh: Mesh | None = None, config: EncoderDecoderConfig | None = None
-) -> tuple[EncoderDecoderConfig, dict, dict]:
+    path: str, mesh: Mesh | None = None, config: ModelConfig | None = None
+) -> tuple[ModelConfig, dict, dict]:
     """(config, trained, fixed): the model alone from a checkpoint or the last one of a model_dir, laid out on `mesh`.
 
     mesh: default all devices, parameters whole on each. config: how to use the model, where it differs from the saved
@@ -168,21 +188,75 @@ def restore_params(
     return config, state["params"], state["fixed"]
 
 
-def _restore(checkpoint, target, top):
-    """top: the first names of paths that are compared and read; None: all."""
-    checkpoint = epath.Path(checkpoint).absolute()
-    wanted = dict(sharding.named_leaves(target))
-    handler = ocp.PyTreeCheckpointHandler()
+def check_initial(checkpoint: epath.PathLike, config: ModelConfig) -> None:
+    """ValueError unless `initial_params` can take the parameters; reads none."""
+    if not _is_encoder_for(checkpoint, config):
+        return check_same_model(checkpoint, config)
+    _check_same_arrays(checkpoint, _saved(checkpoint, ENCODER_PATHS), _encoder_of(config))
+    _check_fields(checkpoint, read_config(checkpoint), config, "another encoder")
+
+
+def initial_params(path: str, mesh: Mesh, config: ModelConfig, seed: int) -> tuple[dict, dict]:
+    """(trained, fixed) parameters to begin training with, from a checkpoint or the last one of a model_dir.
+
+    All of the same model's; of an encoder-decoder, for a classifier, embedding and encoder, which must be equal but for
+    dropout_rate, dtype and remat; the classifier's head is then new, drawn with `seed`.
+
+    Raises: ValueError with the fields, or the three lists of `restore`, in which they differ.
+    """
+    checkpoint = find(path)
+    check_initial(checkpoint, config)
+    if not _is_encoder_for(checkpoint, config):
+        _, trained, fixed = restore_params(checkpoint, mesh, config)
+        return trained, fixed
+    placed = sharding.shaped(mesh, parameters.abstract(config))
+    state = _restore(checkpoint, _nested(_encoder_of(config, mesh)), top=ENCODER_PATHS)
+    names = [name for name in placed[0] if name not in state["params"]]
+
+    def draw(seed):
+        trained, _ = parameters.init(config, jax.random.key(seed))
+        return {name: trained[name] for name in names}
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, {name: placed[0][name] for name in names})
+    with jax.set_mesh(mesh):
+        new = jax.jit(draw, static_argnums=0, out_shardings=shardings)(seed)
+    return state["params"] | new, state.get("fixed", {})
+
+
+def _is_encoder_for(checkpoint, config):
+    return isinstance(config, EncoderOnlyConfig) and isinstance(read_config(checkpoint), EncoderDecoderConfig)
+
+
+def _encoder_of(config, mesh=None):
+    """path -> declaration, or array to be restored on `mesh`, of what a classifier shares with an encoder-decoder."""
+    trained, fixed = parameters.abstract(config)
+    tree = {"params": trained, "fixed": fixed}
+    tree = tree if mesh is None else sharding.shaped(mesh, tree)
+    return {name: leaf for name, leaf in sharding.named_leaves(tree) if _below(name, ENCODER_PATHS)}
+
+
+def _below(name: str, paths: Sequence[str]) -> bool:
+    return any(name.startswith(f"{path}/") for path in paths)
+
+
+def _saved(checkpoint, top):
+    """path -> what is known of each saved array, below the paths `top`; None: all."""
     try:
-        metadata = handler.metadata(checkpoint / STATE)
+        metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(checkpoint).absolute() / STATE)
     except (OSError, ValueError) as error:
         raise ValueError(f"{checkpoint} is damaged; remove it to go on from an earlier one: {error}") from error
     saved = dict(sharding.named_leaves(metadata.tree))
-    saved = {name: leaf for name, leaf in saved.items() if not top or name.split("/")[0] in top}
-    _check_same_arrays(checkpoint, saved, wanted)
+    return {name: leaf for name, leaf in saved.items() if top is None or _below(name, top)}
+
+
+def _restore(checkpoint, target, top):
+    """top: the paths below which names are compared and read; None: all."""
+    checkpoint = epath.Path(checkpoint).absolute()
+    wanted = dict(sharding.named_leaves(target))
+    _check_same_arrays(checkpoint, _saved(checkpoint, top), wanted)
     how = {n: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype, global_shape=x.shape) for n, x in wanted.items()}
     arguments = ocp.args.PyTreeRestore(_nested(wanted), restore_args=_nested(how), partial_restore=top is not None)
-    restored = handler.restore(checkpoint / STATE, args=arguments)
+    restored = ocp.PyTreeCheckpointHandler().restore(checkpoint / STATE, args=arguments)
     arrays = dict(sharding.named_leaves(restored))
     return jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])
 

@@ -27,6 +27,8 @@ JSON_LINES = "metrics.jsonl"
 
 # How the values of several steps become one: a weighted mean for sums over targets, the last value for the rate.
 SUMS, LAST = ("loss", "z_loss", "accuracy"), ("learning_rate",)
+NATS, PERPLEXITY = "nats", "perplexity"  # a sum of - log p over targets; exp of its mean
+SHOWN = ("loss", "accuracy", PERPLEXITY)
 
 
 class ScalarWriter:
@@ -103,8 +105,16 @@ class NotFinite(FloatingPointError):
 class TrainingLog:
     """Collects the metrics of training steps on the device and tells them once per interval."""
 
-    def __init__(self, folder: str, after_step: int, last_step: int, stream: TextIO | None = None):
-        self._writer = ScalarWriter(folder, after_step)
+    def __init__(
+        self,
+        folder: str,
+        after_step: int,
+        last_step: int,
+        stream: TextIO | None = None,
+        targets: str = "target_tokens",
+    ):
+        """targets: what the weights of the loss count, for the name of their speed."""
+        self._writer, self._targets = ScalarWriter(folder, after_step), targets
         self._progress = Progress(after_step, last_step, stream)
         self._pending: list[dict[str, jax.Array]] = []
         self._step = after_step
@@ -149,7 +159,8 @@ class TrainingLog:
         self._progress.steps_per_second = number / seconds
         return {
             "timing/steps_per_second": number / seconds,
-            "timing/target_tokens_per_second": float(np.sum([m["weight"] for m in timed], dtype=np.float64)) / seconds,
+            f"timing/{self._targets}_per_second": float(np.sum([m["weight"] for m in timed], dtype=np.float64))
+            / seconds,
         }
 
     def __enter__(self):
@@ -161,13 +172,19 @@ class TrainingLog:
 
 
 def summarize(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """One value for each metric of several steps; sums over targets become means over all their real targets."""
+    """One value for each metric of several steps; sums over targets become means over all their real targets.
+
+    nats become perplexity, exp of their mean over the targets of all steps: infinite where that is past 709.
+    """
     columns = {name: np.asarray([metrics[name] for metrics in steps], np.float64) for name in steps[0]}
     weight = columns.pop("weight").sum()
     scalars = {}
     for name, column in columns.items():
         if name in SUMS:
             scalars[name] = column.sum() / weight if weight else 0.0
+        elif name == NATS:
+            with np.errstate(over="ignore"):
+                scalars[PERPLEXITY] = np.exp(column.sum() / weight) if weight else 1.0
         else:
             scalars[name] = column[-1] if name in LAST else column.mean()
     return {name: float(value) for name, value in scalars.items()}
@@ -198,8 +215,8 @@ class Progress:
         self._bar.update()
 
     def show(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Loss, accuracy and speed after a step."""
-        values = {name: f"{scalars[name]:.4g}" for name in ("loss", "accuracy") if name in scalars}
+        """Loss, accuracy, a language model's perplexity, and speed after a step."""
+        values = {name: f"{scalars[name]:.4g}" for name in SHOWN if name in scalars}
         if not self._bar.disable:
             self._bar.set_postfix(values)
         elif self._first:

@@ -14,7 +14,8 @@ import seqio
 from etils import epath
 
 from synthesizer_jax import data, sharding
-from synthesizer_jax.models.config import EncoderDecoderConfig
+from synthesizer_jax.models.batch import ENCODER_ONLY
+from synthesizer_jax.models.config import ModelConfig
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training import checkpoint
 from synthesizer_jax.training.logging import ScalarWriter, TrainingLog, model_info, say, summarize
@@ -31,14 +32,14 @@ class TrainResult:
 
     step: int  # updates made, those of earlier runs in the same model_dir included
     metrics: dict[str, float]  # means over the steps since the log before; empty where nothing was left to do
-    evaluations: dict[str, dict[str, float]]  # task -> its last loss and accuracy; empty without evaluation
+    evaluations: dict[str, dict[str, float]]  # task -> its last loss, accuracy, ...; empty without evaluation
     checkpoint: str  # path of the last one
     state: TrainState  # on the mesh
 
 
 def train(
     *,
-    model: EncoderDecoderConfig,
+    model: ModelConfig,
     optimizer: Optimizer,
     mixture_or_task_name: str,
     task_feature_lengths: Mapping[str, int],
@@ -65,24 +66,28 @@ def train(
     run begins at step 0, from the parameters of `initial_checkpoint_path` (fine-tuning) or from new ones.
 
     Args:
-      model: must agree with a checkpoint that is read, but for dropout_rate, dtype and remat.
+      model: of any kind; must agree with a checkpoint that is read, but for dropout_rate, dtype and remat.
       optimizer: Adafactor(...) or AdamW(...).
       mixture_or_task_name: of seqio.
-      task_feature_lengths: {"inputs": tokens, "targets": tokens} of a row.
+      task_feature_lengths: {"inputs": tokens, "targets": tokens} of a row; of a language model {"targets": tokens}, of a
+        classifier {"inputs": tokens}. See data.py for what a task has.
       batch_size: rows of a batch over all devices and hosts.
       train_steps: updates in all, counted from step 0 of this model_dir: a run stopped after 400 of 1000 makes 600
         more. T5X counts on from the step of the initial checkpoint; here 1000 steps of fine-tuning are 1000.
       model_dir: where checkpoints, logs and model-info.txt go.
       mixture_or_task_module: a module that registers the task; imported first.
-      initial_checkpoint_path: a checkpoint, or a model_dir for its last one. Not read where model_dir is resumed.
+      initial_checkpoint_path: a checkpoint, or a model_dir for its last one. Not read where model_dir is resumed. A
+        classifier takes embedding and encoder of an encoder-decoder, too; its head is then new.
       random_seed: of initial values, of dropout and of the order of the data.
-      pack: whether several examples share a row; they do not see each other.
-      z_loss: weight of log(Z)^2; label_smoothing: probability given to other tokens. See loss.py.
+      pack: whether several examples share a row; they do not see each other. False for a classifier.
+      z_loss: weight of log(Z)^2; label_smoothing: probability given to other tokens or classes. See
+        loss.py.
       use_cached_tasks: True: cached data only; False: never; None: where there is a cache.
       checkpoint_period: steps between checkpoints; there is one more at the end.
       keep: how many checkpoints stay; None: all.
       log_period: steps between entries of the log.
-      eval_period: steps between evaluations of loss and accuracy on the validation splits; one more at the end.
+      eval_period: steps between evaluations of loss and accuracy (of a language model perplexity, too) on the
+        validation splits; one more at the end.
         None: none at all.
       eval_steps: batches of each task in an evaluation; None: all examples.
       mesh: how the devices are arranged; None: all of them share the batch.
@@ -96,17 +101,18 @@ def train(
     sharding.check_batch_size(devices, batch_size)
     if mixture_or_task_module is not None:
         _import(mixture_or_task_module)
-    data.check_vocabulary(mixture_or_task_name, model.vocab_size)
+    data.check_model(mixture_or_task_name, model)
     trainer = Trainer(model, optimizer, devices, random_seed, z_loss, label_smoothing)
     _write_model_info(model_dir, trainer)
 
-    source = {"task_feature_lengths": task_feature_lengths, "batch_size": batch_size}
+    source = {"task_feature_lengths": task_feature_lengths, "batch_size": batch_size, "keys": model.batch}
     source |= {"use_cached_tasks": use_cached_tasks, "shard": (jax.process_index(), jax.process_count())}
     with contextlib.ExitStack() as stack:
         batches = stack.enter_context(data.TrainBatches(mixture_or_task_name, seed=random_seed, pack=pack, **source))
         writer = stack.enter_context(checkpoint.CheckpointWriter(model_dir, keep))
         state, step = _begin(trainer, batches, model_dir, initial_checkpoint_path, train_steps)
-        log = stack.enter_context(TrainingLog(f"{model_dir}/{TRAIN}", step, train_steps))
+        targets = "examples" if model.batch == ENCODER_ONLY else "target_tokens"
+        log = stack.enter_context(TrainingLog(f"{model_dir}/{TRAIN}", step, train_steps, targets=targets))
         tasks = _validation_tasks(mixture_or_task_name) if eval_period is not None else []
         evaluation = stack.enter_context(_Evaluation(trainer, tasks, source, eval_steps, model_dir, step))
         run = _Run(trainer, batches, writer, log, evaluation, checkpoint_period, log_period, eval_period)
@@ -166,7 +172,7 @@ def _begin(trainer, batches, model_dir, initial_checkpoint_path, train_steps) ->
         return state, step
     if initial_checkpoint_path is not None:
         found = checkpoint.find(initial_checkpoint_path)
-        _, trained, fixed = checkpoint.restore_params(found, trainer.mesh, trainer.config)
+        trained, fixed = checkpoint.initial_params(found, trainer.mesh, trainer.config, trainer.seed)
         say(f"starts from the parameters of {found}")
         return trainer.init_from(trained, fixed), 0
     say(f"starts from new parameters, seed {trainer.seed}")
@@ -174,7 +180,7 @@ def _begin(trainer, batches, model_dir, initial_checkpoint_path, train_steps) ->
 
 
 class _Evaluation:
-    """Teacher-forced loss and accuracy of validation tasks, each with its own log."""
+    """Loss, accuracy and perplexity of validation tasks given the right targets before, each with its own log."""
 
     def __init__(self, trainer, tasks, source, eval_steps, model_dir, after_step):
         self._trainer, self._source, self._eval_steps = trainer, source, eval_steps
@@ -189,7 +195,8 @@ class _Evaluation:
             sums = [self._step(state, sharding.place_batch(self._trainer.mesh, batch)) for batch, _ in batches]
             results[task] = summarize(jax.device_get(sums))
             writer.write(step, results[task])
-            say(f"step {step}  {task}:  loss {results[task]['loss']:.4g}  accuracy {results[task]['accuracy']:.4g}")
+            said = "  ".join(f"{name} {value:.4g}" for name, value in results[task].items())
+            say(f"step {step}  {task}:  {said}")
         return results
 
     def __enter__(self):
@@ -239,7 +246,7 @@ def _check_counts(optional: bool = False, **counts: Any) -> None:
 
 
 def _check_types(model: Any, optimizer: Any) -> None:
-    if not isinstance(model, EncoderDecoderConfig):
+    if not isinstance(model, ModelConfig):
         raise ValueError(f"model: expected a configuration such as t5_small(attention='R+V'), got {model!r}")
     if not isinstance(optimizer, (Adafactor, AdamW)):
         raise ValueError(f"optimizer: expected Adafactor(...) or AdamW(...), got {optimizer!r}")

@@ -12,16 +12,14 @@ from jaxtyping import Array, Int
 
 from synthesizer_jax import sharding
 from synthesizer_jax.models import parameters
-from synthesizer_jax.models.config import EncoderDecoderConfig
+from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, BatchKeys
+from synthesizer_jax.models.config import ModelConfig
 from synthesizer_jax.models.parameters import Declared
 from synthesizer_jax.training.loss import LossSums, check_loss_settings, cross_entropy
 from synthesizer_jax.training.optimizer import Optimizer, declare_state
 
-Batch = Mapping[str, Int[Array, "b t"]]
+Batch = Mapping[str, Int[Array, "b *t"]]
 Metrics = dict[str, Array]
-
-REQUIRED = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens", "decoder_loss_weights")
-PACKED = ("encoder_segment_ids", "encoder_positions", "decoder_segment_ids", "decoder_positions")
 
 
 @jax.tree_util.register_dataclass
@@ -39,12 +37,12 @@ class TrainState:
 class Trainer:
     """A model with its optimizer and loss on a mesh: makes states and the functions that move them."""
 
-    config: EncoderDecoderConfig
+    config: ModelConfig
     optimizer: Optimizer
     mesh: Mesh
     seed: int = 0  # of initial values and dropout
     z_loss: float = 1e-4  # weight of log(Z)^2, which keeps logits from drifting
-    label_smoothing: float = 0.0  # probability given to the other tokens
+    label_smoothing: float = 0.0  # probability given to the other tokens or classes
 
     def __post_init__(self):
         check_loss_settings(self.z_loss, self.label_smoothing)
@@ -84,15 +82,16 @@ class Trainer:
     def train_step(self) -> "OnMesh":
         """(state, batch) -> (state after one update, metrics). The state that goes in is donated and gone.
 
-        Metrics: the sums loss, z_loss, accuracy and weight (divide by weight for means over real targets), and
-        learning_rate, gradient_norm, non_padding_fraction/encoder and non_padding_fraction/decoder.
+        Metrics: the sums loss, z_loss, accuracy and weight (divide by weight for means over real targets), of a language
+        model nats (- log p of its targets, without z-loss and smoothing), and learning_rate, gradient_norm and
+        non_padding_fraction/encoder, /decoder or both.
         """
-        transformation = self._transformation()
+        transformation, keys = self._transformation(), self.config.batch
 
         def step(state, batch):
-            check_batch(batch)
+            check_batch(batch, keys)
             key = jax.random.fold_in(jax.random.key(self.seed), state.step)
-            weight = jnp.maximum(jnp.sum(batch["decoder_loss_weights"].astype(jnp.float32)), 1)
+            weight = jnp.maximum(jnp.sum(batch[keys.weights].astype(jnp.float32)), 1)
 
             def objective(trained):
                 sums = self._loss(trained, state.fixed, batch, key)
@@ -101,24 +100,24 @@ class Trainer:
             gradients, sums = jax.grad(objective, has_aux=True)(state.params)
             updates, opt_state = transformation.update(gradients, state.opt_state, state.params)
             params = jax.tree.map(_add, state.params, updates)
-            metrics = _sums(sums) | {
+            metrics = self._sums(sums) | {
                 "z_loss": sums.z_loss,
                 "learning_rate": self.optimizer.learning_rate(state.step),
                 "gradient_norm": optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients)),
-                "non_padding_fraction/encoder": _fraction(batch["encoder_input_tokens"] > 0),
-                "non_padding_fraction/decoder": _fraction(batch["decoder_loss_weights"] > 0),
             }
+            metrics |= {f"non_padding_fraction/{side}": _fraction(mask) for side, mask in _real(batch).items()}
             return TrainState(state.step + 1, params, state.fixed, opt_state), metrics
 
         return self._jit(step, donate_argnums=0, with_state=True)
 
     def eval_step(self) -> "OnMesh":
-        """(state, batch) -> the sums loss, accuracy and weight, without dropout, label smoothing and z-loss."""
+        """(state, batch) -> the sums loss, accuracy, weight and nats, without dropout, label smoothing and z-loss."""
+        keys = self.config.batch
 
         def step(state, batch):
-            check_batch(batch)
+            check_batch(batch, keys)
             logits = self._logits(state.params, state.fixed, batch, None)
-            return _sums(cross_entropy(logits, batch["decoder_target_tokens"], batch["decoder_loss_weights"]))
+            return self._sums(cross_entropy(logits, batch[keys.targets], batch[keys.weights]))
 
         return self._jit(step)
 
@@ -129,16 +128,20 @@ class Trainer:
         logits = self._logits(trained, fixed, batch, key if self.config.dropout_rate > 0 else None)
         return cross_entropy(
             logits,
-            batch["decoder_target_tokens"],
-            batch["decoder_loss_weights"],
+            batch[self.config.batch.targets],
+            batch[self.config.batch.weights],
             z_loss=self.z_loss,
             label_smoothing=self.label_smoothing,
         )
 
     def _logits(self, trained, fixed, batch, key):
         model = parameters.bind(self.config, trained, fixed)
-        packing = {name: batch[name] for name in PACKED if name in batch}
-        return model(batch["encoder_input_tokens"], batch["decoder_input_tokens"], dropout_key=key, **packing)
+        packing = {name: batch[name] for name in self.config.batch.packing if name in batch}
+        return model(*(batch[name] for name in self.config.batch.inputs), dropout_key=key, **packing)
+
+    def _sums(self, sums: LossSums) -> Metrics:
+        metrics = {"loss": sums.total, "accuracy": sums.correct, "weight": sums.weight}
+        return metrics | {"nats": sums.nats} if self.config.batch == DECODER_ONLY else metrics
 
     def _jit(self, step, with_state=False, **options):
         placed = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
@@ -165,25 +168,28 @@ class OnMesh:
             return self.jitted.lower(*args)
 
 
-def check_batch(batch: Mapping[str, Any]) -> None:
+def check_batch(batch: Mapping[str, Any], keys: BatchKeys = ENCODER_DECODER) -> None:
     """ValueError unless a batch has exactly the arrays that the model reads: a misnamed one would leak contexts."""
-    missing = [name for name in REQUIRED if name not in batch]
-    packed = [name for name in PACKED if name in batch]
+    missing = [name for name in keys.required if name not in batch]
+    packed = [name for name in keys.packing if name in batch]
     if packed:
-        missing += [name for name in PACKED if name not in batch]
-    unknown = sorted(set(batch) - {*REQUIRED, *PACKED})
+        missing += [name for name in keys.packing if name not in batch]
+    unknown = sorted(set(batch) - {*keys.required, *keys.packing})
     if missing or unknown:
+        packing = f" and, when packed, all of {', '.join(keys.packing)}" if keys.packing else ""
         raise ValueError(
-            f"batch: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}; expected {', '.join(REQUIRED)} "
-            f"and, when packed, all of {', '.join(PACKED)}"
+            f"batch: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}; {keys.kind} reads "
+            f"{', '.join(keys.required)}{packing}"
         )
     for name in batch:
-        if not jnp.issubdtype(batch[name].dtype, jnp.integer) and name != "decoder_loss_weights":
+        if not jnp.issubdtype(batch[name].dtype, jnp.integer) and name != keys.weights:
             raise ValueError(f"batch[{name!r}]: expected whole numbers, got {batch[name].dtype}")
 
 
-def _sums(sums: LossSums) -> Metrics:
-    return {"loss": sums.total, "accuracy": sums.correct, "weight": sums.weight}
+def _real(batch: Batch) -> dict[str, Array]:
+    """Where the tokens of each side are no padding. The decoder's first input is 0, so that its weights say it."""
+    said = {"encoder": "encoder_input_tokens", "decoder": "decoder_loss_weights"}
+    return {side: batch[name] > 0 for side, name in said.items() if name in batch}
 
 
 def _add(param, update):
