@@ -45,6 +45,9 @@ from synthesizer_jax.nn import Embedding as Embedding
 from synthesizer_jax.nn import Fixed as Fixed
 from synthesizer_jax.nn import RMSNorm as RMSNorm
 
+# The token-mixing layer for Flax Linen: linen.Attention.
+from synthesizer_jax.nn import linen as linen
+
 # Models, their configurations and presets.
 from synthesizer_jax.models import DecoderOnly as DecoderOnly
 from synthesizer_jax.models import DecoderOnlyConfig as DecoderOnlyConfig
