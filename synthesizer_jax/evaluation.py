@@ -1,28 +1,40 @@
-"""What a trained model says: seqio's metrics over every example of a split, and inference on tasks and text files.
+"""What a trained model says: metrics over every example of a split, and inference on tasks and text files.
+
+Metrics are those of the seqio task. A language model has perplexity besides: exp of the mean of - log p(target token),
+each token of each example (cut to its length) counting once. A classifier of a task without metrics has accuracy in %.
 
 Every host runs the same number of padded batches; the first one writes. Results go to
 `inference_eval/<task>-<step>.jsonl` (a line per example) and `inference_eval/<task>-metrics.jsonl` (a line per
 evaluation) beside the checkpoints, with TensorBoard scalars in `inference_eval/<task>/`.
 """
 
+import dataclasses
 import functools
 import hashlib
 import itertools
 import json
+import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import seqio
+import tensorflow as tf
 from etils import epath
 
 from synthesizer_jax import data, sharding
-from synthesizer_jax.prediction import Predictor
+from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, ENCODER_ONLY, BatchKeys
+from synthesizer_jax.prediction import PROMPT, Predictor
 from synthesizer_jax.training import checkpoint
 
 PREDICTION, SCORE = seqio.metrics.ModelOutputType.PREDICTION, seqio.metrics.ModelOutputType.SCORE
+_GIVEN = {  # what metrics can ask of a model
+    ENCODER_DECODER: ((PREDICTION, SCORE), "greedy decoding gives 'prediction' and 'score'"),
+    DECODER_ONLY: ((SCORE,), "a language model, which has no inputs to answer, gives 'score'"),
+    ENCODER_ONLY: ((PREDICTION, SCORE), "a classifier gives 'prediction' and 'score'"),
+}
 
 
 def evaluate(
@@ -42,7 +54,8 @@ def evaluate(
     Args:
       checkpoint_path: a checkpoint, or a model directory for its latest one; the model is read from beside it.
       mixture_or_task_name: a seqio task, or a mixture whose tasks are evaluated one by one.
-      task_feature_lengths: tokens of "inputs" and "targets"; longer examples are cut, decoding stops at "targets".
+      task_feature_lengths: tokens of "inputs" and "targets"; longer examples are cut, decoding stops at "targets". A
+        language model has "targets" alone, a classifier "inputs".
       batch_size: examples in a batch; the last one is padded, the result does not depend on it.
       split: tasks of a mixture that do not have it are left out.
       output_dir: where results go; None: `inference_eval` beside the checkpoint.
@@ -53,32 +66,95 @@ def evaluate(
     Returns: task -> metric -> value.
     Raises: ValueError where the checkpoint, the task, its split, or what its metrics need is not there.
     """
-    tasks = tasks_with_metrics(mixture_or_task_name, split)
     path = checkpoint.find(checkpoint_path)
+    keys = checkpoint.read_config(path).batch
+    tasks = tasks_with_metrics(mixture_or_task_name, split, keys)
     folder = _folder(output_dir, path.parent / "inference_eval")
     predictor = load(path, tasks, task_feature_lengths, batch_size)
-    functions = {PREDICTION: predictor.predict, SCORE: predictor.score}
     results = {}
     for task in tasks:
-        evaluator = seqio.Evaluator(
-            task.name,
-            seqio.EncDecFeatureConverter(pack=False),
-            eval_split=split,
-            use_cached=data.use_cache(task, use_cached_tasks),
-            seed=random_seed,
-            sequence_length=dict(task_feature_lengths),
-            num_examples=num_examples,
+        options = {"split": split, "use_cached": data.use_cache(task, use_cached_tasks), "seed": random_seed}
+        split_of_task = _Split(task, keys, dict(task_feature_lengths), num_examples, options)
+        own, functions = _own_metrics(split_of_task, predictor)
+        logger = functools.partial(_ResultLogger, own=own)
+        step = checkpoint.step_of(path)
+        if task.metric_objs:
+            evaluator = split_of_task.evaluator((logger,) if jax.process_index() == 0 else (), folder)
+            computed, _ = evaluator.evaluate(compute_metrics=True, step=step, model_fns=functions)
+            results[task.name] = own.metrics | computed.result()[task.name]
+        else:
+            if jax.process_index() == 0:
+                logger(str(folder))(task.name, step, {}, split_of_task.examples(), {}, None)
+            results[task.name] = own.metrics
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """The examples of one task that are evaluated."""
+
+    task: seqio.Task
+    keys: BatchKeys
+    lengths: Mapping[str, int]
+    num_examples: int | None
+    options: Mapping[str, Any]  # of seqio's get_dataset
+
+    def examples(self) -> tf.data.Dataset:
+        """With the task's features."""
+        dataset = data.task_dataset(self.task, self.lengths, shuffle=False, num_epochs=1, **self.options)
+        return dataset if self.num_examples is None else dataset.take(self.num_examples)
+
+    def enumerated(self) -> tf.data.Dataset:
+        """With the model's features, numbered."""
+        return data.model_dataset(self.examples(), self.lengths, self.keys).enumerate()
+
+    def evaluator(self, logger_cls, folder) -> seqio.Evaluator:
+        return seqio.Evaluator(
+            self.task.name,
+            data.feature_converter(self.keys),
+            eval_split=self.options["split"],
+            use_cached=self.options["use_cached"],
+            seed=self.options["seed"],
+            sequence_length=dict(self.lengths),
+            num_examples=self.num_examples,
             async_compute_metrics=False,
-            logger_cls=(_ResultLogger,) if jax.process_index() == 0 else (),
+            logger_cls=logger_cls,
             log_dir=str(folder),
         )
-        metrics, _ = evaluator.evaluate(
-            compute_metrics=True,
-            step=checkpoint.step_of(path),
-            model_fns={kind: functools.partial(_by_index, function) for kind, function in functions.items()},
-        )
-        results[task.name] = metrics.result()[task.name]
-    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """Metrics that do not come from the task, and what was inferred for them, under seqio's names."""
+
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    inferences: Mapping[str, list[Any]] = dataclasses.field(default_factory=dict)
+
+
+def _own_metrics(examples: _Split, predictor: Predictor) -> tuple[_Own, dict[int, Callable]]:
+    """The model's own metrics, and the functions that give seqio's metrics what they ask for."""
+    kinds = {PREDICTION: predictor.predict, SCORE: predictor.score}
+    functions = {kind: functools.partial(_by_index, function) for kind, function in kinds.items()}
+    if examples.keys == DECODER_ONLY:
+        scores = functions[SCORE](examples.enumerated())
+        tokens = [int(e["decoder_loss_weights"].sum()) for _, e in examples.enumerated().as_numpy_iterator()]
+        return _perplexity([float(score) for _, score in scores], tokens), {SCORE: lambda dataset: scores}
+    if examples.keys == ENCODER_ONLY and not examples.task.metric_objs:
+        return _accuracy(examples, functions[PREDICTION](examples.enumerated())), functions
+    return _Own(), functions
+
+
+def _perplexity(scores: list[float], tokens: list[int]) -> _Own:
+    nats = -math.fsum(scores) / sum(tokens)
+    return _Own({"loss": nats, "perplexity": float(np.exp(nats)), "target_tokens": sum(tokens)}, {"score": scores})
+
+
+def _accuracy(examples: _Split, answers: list[tuple[int, np.ndarray]]) -> _Own:
+    labels = [int(example["labels"]) for _, example in examples.enumerated().as_numpy_iterator()]
+    classes = [int(ids[0]) for _, ids in answers]
+    percent = 100 * float(np.mean(np.equal(labels, classes)))
+    vocabulary = examples.task.output_features[data.TARGETS].vocabulary
+    return _Own({"accuracy": percent}, {"output": [_decoded(vocabulary, [label]) for label in classes]})
 
 
 def _by_index(function, dataset) -> list[tuple[int, Any]]:
@@ -101,32 +177,67 @@ def infer(
 ) -> list[str]:
     """Writes what the model says to a split of a task, or to each line of a text file, as jsonl.
 
+    An encoder-decoder answers the inputs, a classifier names their class; a language model continues the lines of a
+    file, up to "targets" tokens with the line's own.
+
     input_file: text with one input a line, in the words that the model sees (a task's prefix included); the task then
     gives the vocabulary. output_dir: None: `inference` beside the checkpoint. The rest is as in `evaluate`.
 
     Returns: the files written, `<task or file name>-<step>.jsonl`; one line of {input, target, prediction} per example.
     """
+    path = checkpoint.find(checkpoint_path)
+    keys = checkpoint.read_config(path).batch
+    check_source(keys, input_file)
     if input_file is None:
         tasks = _tasks_with_split(mixture_or_task_name, split)
-        options = {"split": split, "lengths": dict(task_feature_lengths), "seed": random_seed}
-        sources = {task.name: (task, _task_examples(task, use_cached_tasks, **options)) for task in tasks}
     else:
-        if not epath.Path(input_file).is_file():
-            raise ValueError(f"input_file: no such file: {input_file}")
         tasks = seqio.get_subtasks(data.get_mixture_or_task(mixture_or_task_name))[:1]
-        examples = _file_examples(tasks[0], input_file, task_feature_lengths)
-        sources = {epath.Path(input_file).stem: (tasks[0], examples)}
-    path = checkpoint.find(checkpoint_path)
     folder = _folder(output_dir, path.parent / "inference")
     predictor = load(path, tasks, task_feature_lengths, batch_size)
+    lengths = dict(task_feature_lengths)
+    if input_file is None:
+        options = {"split": split, "lengths": lengths, "seed": random_seed}
+        sources = {task.name: (task, _task_examples(task, use_cached_tasks, **options)) for task in tasks}
+    elif keys == DECODER_ONLY:
+        sources = {epath.Path(input_file).stem: (tasks[0], _prompts(tasks[0], input_file, lengths))}
+    else:
+        sources = {epath.Path(input_file).stem: (tasks[0], _file_examples(tasks[0], input_file, lengths))}
+    features = _prompt_features if keys == DECODER_ONLY else _input_features
     written = []
     for name, (task, examples) in sources.items():
-        answers = predictor.predict(examples, lambda example: {"encoder_input_tokens": example["inputs"]})
-        decode = task.output_features["targets"].vocabulary.decode
+        answers = predictor.predict(examples, features)
         results = folder / f"{_file_name(name)}-{checkpoint.step_of(path)}.jsonl"
-        _write_lines(results, (_line(task, example, decode(tokens.tolist())) for example, tokens in answers))
+        _write_lines(results, (_line(task, example, _said(task, example, ids)) for example, ids in answers))
         written.append(str(results))
     return written
+
+
+def check_source(keys: BatchKeys, input_file: str | None) -> None:
+    """ValueError where `infer` has nothing to answer."""
+    if input_file is not None and not epath.Path(input_file).is_file():
+        raise ValueError(f"input_file: no such file: {input_file}")
+    if input_file is None and keys == DECODER_ONLY:
+        raise ValueError("input_file: a language model continues the lines of a text file: give one (INPUT_FILE)")
+
+
+def _input_features(example):
+    return {"encoder_input_tokens": example["inputs"]}
+
+
+def _prompt_features(example):
+    return {PROMPT: example[PROMPT]}
+
+
+def _said(task, example, ids: np.ndarray) -> str:
+    """The answer as text; a language model's without its prompt, so that the line and the answer make the text."""
+    vocabulary = task.output_features[data.TARGETS].vocabulary
+    whole = _decoded(vocabulary, ids.tolist())
+    if PROMPT not in example:
+        return whole
+    given = _decoded(vocabulary, example[PROMPT].tolist())
+    if whole.startswith(given):
+        return whole[len(given) :]
+    return _decoded(vocabulary, ids.tolist()[len(example[PROMPT]) :])
 
 
 def load(path: epath.PathLike, tasks: list[seqio.Task], lengths: Mapping[str, int], batch_size: int) -> Predictor:
@@ -134,14 +245,13 @@ def load(path: epath.PathLike, tasks: list[seqio.Task], lengths: Mapping[str, in
     if batch_size < 1:
         raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
     config = checkpoint.read_config(path)
-    data.check_lengths(lengths)
+    data.check_lengths(lengths, config.batch)
     for task in tasks:
-        data.check_vocabulary(task.name, config.vocab_size)
+        data.check_model(task.name, config)
     mesh = sharding.MeshShape().build()
     _, trained, fixed = checkpoint.restore_params(path, mesh)
-    vocabulary = tasks[0].output_features["targets"].vocabulary
-    sizes = (batch_size, lengths["inputs"], lengths["targets"], vocabulary.eos_id, vocabulary.vocab_size)
-    return Predictor(config, trained, fixed, mesh, *sizes)
+    vocabulary = tasks[0].output_features[data.TARGETS].vocabulary
+    return Predictor(config, trained, fixed, mesh, batch_size, dict(lengths), vocabulary.eos_id, vocabulary.vocab_size)
 
 
 # Examples
@@ -153,25 +263,25 @@ def _tasks_with_split(name: str, split: str) -> list[seqio.Task]:
     return [task for task in seqio.get_subtasks(provider) if split in task.splits]
 
 
-def tasks_with_metrics(name: str, split: str) -> list[seqio.Task]:
+def tasks_with_metrics(name: str, split: str, keys: BatchKeys = ENCODER_DECODER) -> list[seqio.Task]:
     """The tasks that `evaluate` evaluates. Raises ValueError where there are none, or where a metric cannot be had."""
-    tasks = [task for task in _tasks_with_split(name, split) if task.metric_objs]
+    tasks = _tasks_with_split(name, split)
+    if keys == ENCODER_DECODER:  # the other kinds have metrics of their own
+        tasks = [task for task in tasks if task.metric_objs]
     if not tasks:
         raise ValueError(f"mixture_or_task_name: {name!r} has no metrics; use `infer` to see what a model says")
+    kinds, given = _GIVEN[keys]
     for task in tasks:
         for metric in task.metric_objs:
-            if metric.model_output_type not in (PREDICTION, SCORE):
+            if metric.model_output_type not in kinds:
                 kind = seqio.metrics.ModelOutputType.to_str(metric.model_output_type)
-                raise ValueError(
-                    f"task {task.name!r}: a metric asks for {kind!r}; greedy decoding gives 'prediction' and 'score'"
-                )
+                raise ValueError(f"task {task.name!r}: a metric asks for {kind!r}; {given}")
     return tasks
 
 
 def _task_examples(task, use_cached, split, lengths, seed) -> Iterator[Mapping[str, Any]]:
-    use_cached = data.use_cache(task, use_cached)
-    dataset = task.get_dataset(lengths, split, use_cached=use_cached, shuffle=False, seed=seed, num_epochs=1)
-    yield from dataset.as_numpy_iterator()
+    options = {"split": split, "use_cached": data.use_cache(task, use_cached), "seed": seed}
+    yield from data.task_dataset(task, lengths, shuffle=False, num_epochs=1, **options).as_numpy_iterator()
 
 
 def _file_examples(task, path, lengths) -> Iterator[Mapping[str, Any]]:
@@ -183,10 +293,31 @@ def _file_examples(task, path, lengths) -> Iterator[Mapping[str, Any]]:
             yield {"inputs_pretokenized": line.rstrip("\n"), "inputs": np.asarray(ids + end, np.int32)}
 
 
+def _prompts(task, path, lengths) -> list[Mapping[str, Any]]:
+    """The lines of a file as token ids, all read at once, so that a line that is too long is found first."""
+    vocabulary = task.output_features[data.TARGETS].vocabulary
+    with epath.Path(path).open("r") as lines:
+        texts = [line.rstrip("\n") for line in lines]
+    prompts = [np.asarray(vocabulary.encode(text), np.int32) for text in texts]
+    for number, ids in enumerate(prompts, start=1):
+        if len(ids) >= lengths[data.TARGETS]:
+            raise ValueError(
+                f"input_file: line {number} has {len(ids)} tokens, which leaves nothing to say within "
+                f'task_feature_lengths["{data.TARGETS}"] = {lengths[data.TARGETS]}; give a larger length or a shorter line'
+            )
+    return [{"inputs_pretokenized": text, PROMPT: ids} for text, ids in zip(texts, prompts, strict=True)]
+
+
+def _decoded(vocabulary: seqio.Vocabulary, ids: list[int]) -> str:
+    """Text; the ids themselves where the vocabulary has no text for them."""
+    text = vocabulary.decode(ids)
+    return text if isinstance(text, str) else " ".join(map(str, text))
+
+
 def _text(task: seqio.Task, example: Mapping[str, Any], feature: str) -> str:
     text = example.get(f"{feature}_pretokenized")
     if text is None:
-        return task.output_features[feature].vocabulary.decode(example[feature].tolist())
+        return _decoded(task.output_features[feature].vocabulary, example[feature].tolist())
     return text.decode("utf-8") if isinstance(text, bytes) else str(text)
 
 
@@ -202,7 +333,9 @@ def _file_name(task_name: str) -> str:
 
 def _line(task: seqio.Task, example: Mapping[str, Any], prediction: str | None, **more: Any) -> dict[str, Any]:
     """{input, target, prediction} as text, and what the task's postprocessor makes of the last two where it does."""
-    line = {"input": _text(task, example, "inputs")}
+    line = {}
+    if "inputs" in example or "inputs_pretokenized" in example:
+        line["input"] = _text(task, example, "inputs")
     if "targets" in example:
         line["target"] = _text(task, example, "targets")
     if prediction is None:
@@ -220,12 +353,14 @@ def _line(task: seqio.Task, example: Mapping[str, Any], prediction: str | None, 
 class _ResultLogger(seqio.loggers.Logger):
     """Called by seqio once per task: writes the examples, a line of metrics, and TensorBoard scalars."""
 
-    def __init__(self, output_dir: str):
+    def __init__(self, output_dir: str, own: _Own = _Own()):
         super().__init__(output_dir)
-        self._tensorboard = seqio.TensorBoardLogger(output_dir)
+        self._own, self._tensorboard = own, seqio.TensorBoardLogger(output_dir)
 
     def __call__(self, task_name, step, metrics, dataset, inferences, targets):
         task, folder, name = seqio.get_mixture_or_task(task_name), epath.Path(self.output_dir), _file_name(task_name)
+        inferences = self._own.inferences | inferences
+        metrics = {key: seqio.metrics.Scalar(value) for key, value in self._own.metrics.items()} | metrics
         examples = list(dataset.as_numpy_iterator())
         nothing = itertools.repeat(None, len(examples))
         lines = (

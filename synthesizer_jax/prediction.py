@@ -1,6 +1,7 @@
-"""A trained model on today's devices: tokens and scores for any number of examples, in padded batches.
+"""A trained model on today's devices: its answers and scores for any number of examples, in padded batches.
 
-Every host goes through the same examples in the same batches, of which it places its own part.
+What a model answers: an encoder-decoder the target tokens of its inputs, a language model the continuation of a text, a
+classifier one class. Every host goes through the same examples in the same batches, of which it places its own part.
 """
 
 import dataclasses
@@ -15,8 +16,10 @@ import numpy as np
 
 from synthesizer_jax import sharding
 from synthesizer_jax.decoding import greedy
-from synthesizer_jax.models import EncoderDecoderConfig
+from synthesizer_jax.models import DecoderOnlyConfig, EncoderOnlyConfig, ModelConfig
 from synthesizer_jax.models.parameters import Tree, bind
+
+PROMPT = "prompt"  # of a language model: tokens that its answer begins with
 
 Example = TypeVar("Example")
 Features = Callable[[Example], Mapping[str, np.ndarray]]  # an example's model features, in seqio's names
@@ -24,27 +27,33 @@ Features = Callable[[Example], Mapping[str, np.ndarray]]  # an example's model f
 
 @dataclasses.dataclass(frozen=True)
 class Predictor:
-    """A model, the sizes of its batches and the tokens that it may say."""
+    """A model, the sizes of its batches and what it may say."""
 
-    config: EncoderDecoderConfig
+    config: ModelConfig
     trained: Tree  # laid out on `mesh`
     fixed: Tree
     mesh: jax.sharding.Mesh
     batch_size: int  # rounded up to a multiple of the devices that share a batch
-    input_length: int  # tokens; shorter examples are padded
-    target_length: int
-    eos_id: int
-    vocab_size: int  # ids from here on are never produced
+    lengths: Mapping[str, int]  # tokens of the task's features; shorter examples are padded
+    eos_id: int | None  # None for a classifier
+    vocab_size: int  # ids, or classes, from here on are never produced
 
     def predict(self, examples: Iterable[Example], features: Features) -> Iterator[tuple[Example, np.ndarray]]:
-        """Each example with the tokens that the model answers to its encoder_input_tokens, [target_length]."""
-        widths = {"encoder_input_tokens": self.input_length}
-        return self._in_batches(examples, features, widths, self._decode)
+        """Each example with what the model answers, ids.
+
+        To encoder_input_tokens: tokens [length of "targets"], or a class [1]. To `prompt`, a language model's: the
+        prompt and what follows it, [length of "targets"].
+        """
+        if isinstance(self.config, DecoderOnlyConfig):
+            return self._in_batches(examples, features, {PROMPT: self.lengths["targets"]}, self._continue)
+        widths = {"encoder_input_tokens": self.lengths["inputs"]}
+        answer = self._classify if isinstance(self.config, EncoderOnlyConfig) else self._decode
+        return self._in_batches(examples, features, widths, answer)
 
     def score(self, examples: Iterable[Example], features: Features) -> Iterator[tuple[Example, np.ndarray]]:
-        """Each example with the log-likelihood of its decoder_target_tokens, summed over them."""
-        targets = ("decoder_input_tokens", "decoder_target_tokens", "decoder_loss_weights")
-        widths = {"encoder_input_tokens": self.input_length} | dict.fromkeys(targets, self.target_length)
+        """Each example with the log-likelihood of its target, summed over the target's tokens."""
+        shapes = self.config.batch.shapes(1, self.lengths, packed=False)
+        widths = {name: shape[1] if len(shape) > 1 else None for name, shape in shapes.items()}
         return self._in_batches(examples, features, widths, self._score)
 
     def _in_batches(self, examples, features, widths, function):
@@ -67,8 +76,14 @@ class Predictor:
         return {name: jax.make_array_from_callback(rows.shape, split, rows.__getitem__) for name, rows in batch.items()}
 
     def _decode(self, batch):
-        limits = (self.target_length, self.eos_id, self.vocab_size)
+        limits = (self.lengths["targets"], self.eos_id, self.vocab_size)
         return _decode(self.config, *limits, self.trained, self.fixed, batch["encoder_input_tokens"])
+
+    def _continue(self, batch):
+        return _continue(self.config, self.eos_id, self.vocab_size, self.trained, self.fixed, batch[PROMPT])
+
+    def _classify(self, batch):
+        return _classify(self.config, self.vocab_size, self.trained, self.fixed, batch["encoder_input_tokens"])
 
     def _score(self, batch):
         return _score(self.config, self.trained, self.fixed, batch)
@@ -82,17 +97,53 @@ def _decode(config, max_length, eos_id, vocab_size, trained, fixed, inputs):
     return _on_every_host(greedy(model.decode_step, cache, **options))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _continue(config, eos_id, vocab_size, trained, fixed, prompt):
+    model = bind(config, trained, fixed)
+    batch, max_length = prompt.shape
+    options = {"batch": batch, "max_length": max_length, "eos_id": eos_id, "vocab_size": vocab_size}
+    cache = {"model": model.init_cache(batch, max_length), "position": jnp.zeros((), jnp.int32)}
+    return _on_every_host(greedy(prompted(model.decode_step, prompt), cache, **options))
+
+
+def prompted(step, prompt: jax.Array):
+    """A step (see decoding.py) that says each row's prompt [b, n], padded with 0, before what the model says.
+
+    Its cache is {"model": the model's, "position": 0}. Rows differ in length, so that a prompt is read token by token.
+    """
+
+    def next_step(tokens, cache):
+        logits, model_cache = step(tokens, cache["model"])
+        given = jax.lax.dynamic_slice_in_dim(prompt, cache["position"], 1, axis=1)  # [b, 1]
+        forced = jnp.where(jax.nn.one_hot(given, logits.shape[-1], dtype=bool), 0, -jnp.inf)
+        logits = jnp.where(given[..., None] > 0, forced, logits)
+        return logits, {"model": model_cache, "position": cache["position"] + 1}
+
+    return next_step
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _classify(config, classes, trained, fixed, inputs):
+    logits = bind(config, trained, fixed)(inputs)[:, :classes]
+    return _on_every_host(jnp.argmax(logits, axis=-1).astype(jnp.int32)[:, None])
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _score(config, trained, fixed, batch):
-    logits = bind(config, trained, fixed)(batch["encoder_input_tokens"], batch["decoder_input_tokens"])
-    targets = batch["decoder_target_tokens"]
+    keys = config.batch
+    logits = bind(config, trained, fixed)(*(batch[name] for name in keys.inputs))
+    targets = batch[keys.targets]
     log_likelihood = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
-    return _on_every_host(jnp.sum(log_likelihood, axis=-1, where=batch["decoder_loss_weights"] > 0))
+    log_likelihood = jnp.where(batch[keys.weights] > 0, log_likelihood, 0)
+    return _on_every_host(jnp.sum(log_likelihood, axis=tuple(range(1, targets.ndim))))
 
 
 def _on_every_host(array):
     return jax.lax.with_sharding_constraint(array, jax.sharding.PartitionSpec())
 
 
-def _padded(ids: np.ndarray, width: int) -> np.ndarray:
+def _padded(ids: np.ndarray, width: int | None) -> np.ndarray:
+    """Ids of a row; width None: one number."""
+    if width is None:
+        return np.asarray(ids, np.int32)
     return np.pad(np.asarray(ids[:width], np.int32), (0, width - len(ids[:width])))

@@ -13,9 +13,9 @@ import seqio
 from etils import epath
 
 from synthesizer_jax import data, evaluation, sharding
-from synthesizer_jax.models import EncoderDecoderConfig, count_parameters, parameters
+from synthesizer_jax.models import ModelConfig, count_parameters, parameters
 from synthesizer_jax.training import checkpoint
-from synthesizer_jax.training.step import PACKED, REQUIRED, Trainer
+from synthesizer_jax.training.step import Trainer
 
 
 def before_training(arguments: Mapping[str, Any]) -> list[str]:
@@ -26,11 +26,11 @@ def before_training(arguments: Mapping[str, Any]) -> list[str]:
     mesh = (a["mesh"] or sharding.MeshShape()).build()
     sharding.check_batch_size(mesh, a["batch_size"])
     lines = _describe_split(a, "train")
+    data.check_packing(a["model"].batch, a["pack"])
     _check_data(a, a["model"])
     trainer = Trainer(a["model"], a["optimizer"], mesh, a["random_seed"], a["z_loss"], a["label_smoothing"])
     trainer.abstract_state()
-    names = (*REQUIRED, *PACKED) if a["pack"] else REQUIRED
-    lines += _describe_batch(names, a["task_feature_lengths"], a["batch_size"], a["model"])
+    lines += _describe_batch(a["pack"], a["task_feature_lengths"], a["batch_size"], a["model"])
     lines.append("devices: " + " x ".join(f"{name}={size}" for name, size in mesh.shape.items()))
     return lines + [_describe_start(a)]
 
@@ -44,37 +44,41 @@ def _describe_start(a: Mapping[str, Any]) -> str:
         return f"continues from {found}"
     if a["initial_checkpoint_path"] is not None:
         found = checkpoint.find(a["initial_checkpoint_path"])
-        checkpoint.check_same_model(found, a["model"])
+        checkpoint.check_initial(found, a["model"])
         return f"starts from the parameters of {found}"
     return f"starts from new parameters, seed {a['random_seed']}"
 
 
 def before_evaluation(arguments: Mapping[str, Any]) -> list[str]:
     """For `evaluate`."""
-    tasks = evaluation.tasks_with_metrics(arguments["mixture_or_task_name"], arguments["split"])
-    return [*before_inference(arguments), f"metrics of: {', '.join(task.name for task in tasks)}"]
+    a = arguments
+    found = checkpoint.find(a["checkpoint_path"])
+    keys = checkpoint.read_config(found).batch
+    tasks = evaluation.tasks_with_metrics(a["mixture_or_task_name"], a["split"], keys)
+    return [*_describe_use(a, found), f"metrics of: {', '.join(task.name for task in tasks)}"]
 
 
 def before_inference(arguments: Mapping[str, Any]) -> list[str]:
     """For `infer`."""
-    a = arguments
-    found = checkpoint.find(a["checkpoint_path"])
+    found = checkpoint.find(arguments["checkpoint_path"])
+    evaluation.check_source(checkpoint.read_config(found).batch, arguments["input_file"])
+    return _describe_use(arguments, found)
+
+
+def _describe_use(a: Mapping[str, Any], found: epath.Path) -> list[str]:
     config = checkpoint.read_config(found)
     _check_at_least("batch_size", a["batch_size"], 1)
     if a["output_dir"] is not None:
         _check_writable("output_dir", a["output_dir"])
-    if a.get("input_file") is not None and not epath.Path(a["input_file"]).is_file():
-        raise ValueError(f"input_file: no such file: {a['input_file']}")
     source = [f"inputs: {a['input_file']}"] if a.get("input_file") is not None else _describe_split(a, a["split"])
     _check_data(a, config)
-    batch = _describe_batch(REQUIRED, a["task_feature_lengths"], a["batch_size"], config)
+    batch = _describe_batch(False, a["task_feature_lengths"], a["batch_size"], config)
     return [f"checkpoint: {found}", *source, *batch]
 
 
-def _check_data(a: Mapping[str, Any], config: EncoderDecoderConfig) -> None:
-    provider = data.get_mixture_or_task(a["mixture_or_task_name"])
-    data.check_lengths(a["task_feature_lengths"])
-    data.check_vocabulary(provider, config.vocab_size)
+def _check_data(a: Mapping[str, Any], config: ModelConfig) -> None:
+    data.check_model(a["mixture_or_task_name"], config)
+    data.check_lengths(a["task_feature_lengths"], config.batch)
 
 
 def _describe_split(a: Mapping[str, Any], split: str) -> list[str]:
@@ -85,13 +89,11 @@ def _describe_split(a: Mapping[str, Any], split: str) -> list[str]:
     return [f"data: split {split!r} of {tasks} ({cached})"]
 
 
-def _describe_batch(names, lengths, batch_size: int, config: EncoderDecoderConfig) -> list[str]:
+def _describe_batch(packed: bool, lengths: Mapping[str, int], batch_size: int, config: ModelConfig) -> list[str]:
     """Traces the model on a batch, which finds lengths that it cannot take; allocates nothing."""
-    length = {"encoder": lengths["inputs"], "decoder": lengths["targets"]}
-    batch = {name: jax.ShapeDtypeStruct((batch_size, length[name.split("_")[0]]), jnp.int32) for name in names}
-    inputs = {
-        name: array for name, array in batch.items() if name not in ("decoder_target_tokens", "decoder_loss_weights")
-    }
+    shapes_of_arrays = config.batch.shapes(batch_size, lengths, packed)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes_of_arrays.items()}
+    inputs = {name: batch[name] for name in (*config.batch.inputs, *config.batch.packing) if name in batch}
     trained, fixed = parameters.abstract(config)
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), (trained, fixed))
     logits = jax.eval_shape(

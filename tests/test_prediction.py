@@ -12,6 +12,7 @@ from synthesizer_jax.models import parameters
 from synthesizer_jax.prediction import Predictor
 
 VOCAB, INPUTS, TARGETS = 40, 12, 7
+LENGTHS = {"inputs": INPUTS, "targets": TARGETS}
 CONFIG = sj.t5_1_1_tiny("R+V", max_length=16, vocab_size=48, features=16, mlp_features=32, head_dim=4, encoder_layers=1)
 
 
@@ -27,7 +28,7 @@ def model():
 def predictor(model, batch_size, devices=8):
     mesh = sharding.MeshShape().build(jax.devices()[:devices])
     trained, fixed = jax.device_put(parameters.split(model), sharding.replicated(mesh))
-    return Predictor(CONFIG, trained, fixed, mesh, batch_size, INPUTS, TARGETS, eos_id=1, vocab_size=VOCAB)
+    return Predictor(CONFIG, trained, fixed, mesh, batch_size, LENGTHS, eos_id=1, vocab_size=VOCAB)
 
 
 @pytest.fixture(scope="module")

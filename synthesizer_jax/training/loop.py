@@ -101,6 +101,7 @@ def train(
     sharding.check_batch_size(devices, batch_size)
     if mixture_or_task_module is not None:
         _import(mixture_or_task_module)
+    data.check_packing(model.batch, pack)
     data.check_model(mixture_or_task_name, model)
     trainer = Trainer(model, optimizer, devices, random_seed, z_loss, label_smoothing)
     _write_model_info(model_dir, trainer)
