@@ -195,7 +195,9 @@ def _weights(scores, k_length, masks):
 def _normalised_by_sum(logits, factor, allowed):
     """factor * exp(logits) over its sum along the keys; 0, with gradient 0, where the sum cancels to nothing."""
     if logits is not None:
-        factor = factor * jnp.exp(logits - _row_max(logits, allowed))
+        shifted = logits - _row_max(logits, allowed)
+        # Masked before the exponential: in a row without keys the maximum is the mask's value, and all overflow.
+        factor = factor * jnp.exp(shifted if allowed is None else jnp.where(allowed, shifted, _MASKED))
     if allowed is not None:
         factor = jnp.where(allowed, factor, 0)
     total = jnp.sum(factor, axis=-1, keepdims=True)

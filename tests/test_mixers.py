@@ -1,0 +1,174 @@
+"""Every mixer as a layer against the slow reference, values and gradients, under every kind of mask; and on 8 devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_mixers
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from variants import MAX_LENGTH, MIXERS
+
+import synthesizer_jax as sj
+from synthesizer_jax import sharding
+from synthesizer_jax.axes import Param
+from synthesizer_jax.mixers import Surroundings
+from synthesizer_jax.nn.attention import as_mixer
+from synthesizer_jax.scores import Spec
+
+DIMS = sj.Dims(features=4, heads=2, head_dim=2)
+BATCH, LENGTH = 2, 5
+TOLERANCE = 1e-5  # float32 at highest matmul precision: errors of a formula are above 1e-3
+
+KEY_MASK = np.array([[True, True, False, True, False], [False] * 5])
+SEGMENTS = np.array([[1, 1, 2, 2, 0], [1, 1, 1, 2, 2]], np.int32)
+POSITIONS = np.array([[0, 1, 0, 1, 0], [0, 1, 2, 0, 1]], np.int32)
+
+# name -> (masks, whether a bias is added)
+CASES = {
+    "no_mask": ({}, False),
+    "key_mask": ({"key_mask": KEY_MASK}, False),
+    "packed": ({"segments": SEGMENTS, "positions": POSITIONS}, False),
+    "causal": ({"causal": True}, True),
+    "causal_key_mask": ({"causal": True, "key_mask": KEY_MASK}, False),
+    "causal_packed": ({"causal": True, "segments": SEGMENTS, "positions": POSITIONS}, False),
+}
+
+parametrize_mixers = pytest.mark.parametrize("spec", [spec for _, spec in MIXERS], ids=[name for name, _ in MIXERS])
+
+
+def draw(spec, shape, seed):
+    """Numbers of size 1/2; positive ones for a linear kernel, whose sums are then far from 0."""
+    numbers = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) / 2
+    return np.abs(numbers) if isinstance(spec, Spec) and spec.weighting_error() else numbers
+
+
+def tree_of(spec, bias):
+    mixer = as_mixer(spec)
+    declared = {"own": mixer.params(DIMS), "shared": mixer.stack_params(DIMS)}
+    flat, structure = jax.tree.flatten(declared, is_leaf=lambda leaf: isinstance(leaf, Param))
+    tree = structure.unflatten([jnp.asarray(draw(spec, p.shape, 1 + i)) for i, p in enumerate(flat)])
+    tree["x"] = jnp.asarray(draw(spec, (BATCH, LENGTH, DIMS.features), 0)) * 2
+    return tree | ({"bias": jnp.asarray(draw(spec, (1, DIMS.heads, LENGTH, LENGTH), 99))} if bias else {})
+
+
+def cases_of(spec):
+    mixer = as_mixer(spec)
+    cases = {name: case for name, case in CASES.items() if not (case[0].get("causal") and mixer.decoder_error())}
+    return {name: (masks, bias and not mixer.bias_error()) for name, (masks, bias) in cases.items()}
+
+
+def real_queries(masks):
+    """What stands at a padded query has no meaning in all mixers alike."""
+    mask = masks.get("key_mask")
+    segments = masks.get("segments")
+    real = np.ones((BATCH, LENGTH), bool) if mask is None else mask
+    return real if segments is None else real & (segments > 0)
+
+
+def surroundings(masks, tree):
+    segments, positions = masks.get("segments"), masks.get("positions")
+    return Surroundings(
+        key_mask=None if "key_mask" not in masks else jnp.asarray(masks["key_mask"]),
+        causal=masks.get("causal", False),
+        q_segments=None if segments is None else jnp.asarray(segments),
+        q_positions=None if positions is None else jnp.asarray(positions),
+        bias=tree.get("bias"),
+        shared=tree["shared"],
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=oracle.QUICK_TO_COMPILE)
+def all_cases(spec, trees, cotangents):
+    def loss(tree, name):
+        y = as_mixer(spec)(tree["own"], tree["x"], None, surroundings(CASES[name][0], tree))
+        return jnp.sum(y * cotangents[name]), y
+
+    return {name: jax.value_and_grad(loss, has_aux=True)(tree, name) for name, tree in trees.items()}
+
+
+@parametrize_mixers
+def test_equal_the_oracle(spec):
+    cases = cases_of(spec)
+    trees = {name: tree_of(spec, bias) for name, (_, bias) in cases.items()}
+    cotangent = np.random.default_rng(5).standard_normal((BATCH, LENGTH, DIMS.features)).astype(np.float32)
+    cotangents = {name: cotangent * real_queries(masks)[..., None] for name, (masks, _) in cases.items()}
+    results = all_cases(spec, trees, cotangents)
+    for name, (masks, _) in cases.items():
+
+        def reference(tree, masks=masks):
+            return oracle_mixers.mix(spec, tree["own"], tree["x"], tree["shared"], bias=tree.get("bias"), **masks)
+
+        expected, gradients = oracle.gradients(reference, trees[name], cotangents[name])
+        real = real_queries(masks)
+        (_, y), found = results[name]
+        assert oracle.relative_error(np.asarray(y)[real], expected[real]) < TOLERANCE, name
+        assert oracle.worst(found, gradients, floor=1.0) < (TOLERANCE, ""), name
+
+
+@parametrize_mixers
+def test_eight_devices_equal_one(spec):
+    """Batch, features and heads split over data, fsdp and model axes: values and gradients."""
+    mixer, dims = as_mixer(spec), sj.Dims(features=8, heads=2, head_dim=2)
+    declared = {"own": mixer.params(dims), "shared": mixer.stack_params(dims)}
+    flat, structure = jax.tree.flatten(declared, is_leaf=lambda leaf: isinstance(leaf, Param))
+    tree = structure.unflatten([jnp.asarray(draw(spec, p.shape, 1 + i)) for i, p in enumerate(flat)])
+    x = jnp.asarray(draw(spec, (4, LENGTH, 8), 0))
+    mask = jnp.asarray(np.arange(LENGTH)[None] < np.array([[5], [3], [2], [5]]))
+
+    def loss(tree, x, mask):
+        around = Surroundings(key_mask=mask, causal=not mixer.decoder_error(), shared=tree["shared"])
+        return jnp.mean(jnp.square(jnp.where(mask[..., None], mixer(tree["own"], x, None, around), 0)))
+
+    run = jax.jit(jax.value_and_grad(loss), compiler_options=oracle.QUICK_TO_COMPILE)
+    one = run(tree, x, mask)
+    mesh = sharding.MeshShape(data=2, fsdp=2, model=2).build(jax.devices()[:8])
+    placed = jax.device_put(tree, sharding.parameter_shardings(mesh, declared))
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed)) or not _splits(declared)
+    rows = NamedSharding(mesh, P(("data", "fsdp")))
+    with jax.set_mesh(mesh):
+        many = run(placed, jax.device_put(x, rows), jax.device_put(mask, rows))
+    for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
+        assert oracle.relative_error(a, b, floor=1e-2) < TOLERANCE
+
+
+def _splits(declared):
+    """Whether any parameter has an axis that the mesh splits."""
+    leaves = jax.tree.leaves(declared, is_leaf=lambda leaf: isinstance(leaf, Param))
+    return any(axis in ("embed", "heads", "mlp", "vocab") for leaf in leaves for axis in leaf.axes)
+
+
+def test_a_random_synthesizer_without_softmax_is_a_linear_token_mixer():
+    """Synthesizer section 3.3 and MLP-Mixer: one head, no value and output projections, no softmax."""
+    n, x = MAX_LENGTH, jnp.asarray(np.random.default_rng(0).standard_normal((2, 7, 6)), jnp.float32)
+    random, mixing = sj.Random(n), sj.TokenMixing(n, bias=False)
+    params = random.init(jax.random.key(0), sj.Dims(features=6, heads=1, head_dim=6))
+    for causal in (False, True):
+        logits = random(params, x, x).logits()
+        logits = jnp.tril(logits) if causal else logits
+        values = x[:, :, None]  # one head whose values are the tokens
+        smoothed = jnp.einsum("hqk,bkhd->bqhd", logits[0], values)[:, :, 0]
+        mixed = mixing({"W": params["R"][0]}, x, None, Surroundings(causal=causal))
+        np.testing.assert_allclose(mixed, smoothed, rtol=0, atol=1e-5)
+        # And with the softmax of R for its weights the token mixer is the Random Synthesizer.
+        weights = sj.attention_weights(random(params, x, x), batch=2, k_length=7, causal=causal)[0, 0]
+        matrix = jnp.zeros((n, n)).at[:7, :7].set(weights)
+        attended = sj.attend(random(params, x, x), values, causal=causal)[:, :, 0]
+        mixed = mixing({"W": matrix}, x, None, Surroundings(causal=causal))
+        np.testing.assert_allclose(mixed, attended, rtol=0, atol=1e-5)
+
+
+def test_rows_of_a_linear_kernel_whose_sum_cancels_are_zero():
+    """Not inf or NaN, and without gradient: the quotient is not defined."""
+    scores = sj.Scores(factor=jnp.array([[[[1.0, -1.0, 0.0], [1.0, 2.0, -1.0]]]]))
+    values = jnp.arange(3.0)[None, :, None, None]
+    np.testing.assert_array_equal(sj.attend(scores, values)[0, :, 0, 0], [0.0, (0 * 1 + 1 * 2 - 2 * 1) / 2])
+
+    def total(factor):
+        return jnp.sum(sj.attend(sj.Scores(factor=factor), values))
+
+    gradient = jax.grad(total)(scores.factor)
+    assert not np.any(gradient[0, 0, 0]) and np.all(np.isfinite(gradient))
