@@ -46,10 +46,14 @@ MACROS = {
     "MODEL_DIR": ('"runs/my_run"', "folder of the run: checkpoints, logs, results"),
     "MIXTURE_OR_TASK_NAME": ('"quickstart_span_corruption"', "a seqio task or mixture"),
     "MIXTURE_OR_TASK_MODULE": ('"synthesizer_jax.tasks.quickstart"', "the module that registers it"),
-    "TASK_FEATURE_LENGTHS": ('{"inputs": 512, "targets": 114}', "tokens of each feature"),
+    "TASK_FEATURE_LENGTHS": (
+        '{"inputs": 512, "targets": 114}',
+        "tokens of each feature; of a language model's targets, of a classifier's inputs alone",
+    ),
     "TRAIN_STEPS": ("10000", "the step at which training ends"),
     "BATCH_SIZE": ("128", "sequences in a batch, over all devices"),
     "ATTENTION": ('"R+V"', "self-attention: V R fixedR FR D FD or a sum of them"),
+    "NUM_CLASSES": ("2", "classes of a classifier"),
     "MAX_LENGTH": ("512", "n, the longest sequence that R, FR, D and FD take"),
     "INITIAL_CHECKPOINT_PATH": ('"runs/pretrained"', "parameters to start from: a checkpoint or a MODEL_DIR"),
     "CHECKPOINT_PATH": ('"runs/my_run"', "a checkpoint, or a MODEL_DIR for its latest"),
@@ -99,6 +103,10 @@ _PRESETS = (
     models.t5_1_1_11b,
     models.paper_c4_base,
     models.paper_mt_base,
+    models.lm_tiny,
+    models.paper_lm1b_base,
+    models.classifier_tiny,
+    models.paper_classifier,
 )
 _SETTINGS = (optimizer.Adafactor, optimizer.AdamW, optimizer.InverseSqrt, optimizer.Constant, sharding.MeshShape)
 
@@ -300,26 +308,29 @@ class _Registry:
 _AS_PRESET = object()  # the default of a field that the preset decides
 
 
-def model(preset: Callable[..., models.EncoderDecoderConfig], **fields: Any) -> models.EncoderDecoderConfig:
+AnyConfig = models.EncoderDecoderConfig | models.DecoderOnlyConfig | models.EncoderOnlyConfig
+
+
+def model(preset: Callable[..., AnyConfig], **fields: Any) -> AnyConfig:
     """A preset with some fields replaced; `attention` and `max_length` as the preset takes them."""
     return preset(**fields)
 
 
 def _model_signature() -> inspect.Signature:
-    """Of `model`: all fields by name, so that a misspelt field or a wrong type is found before anything runs."""
-    fields = {
-        "attention": str | scores.Spec | mixers.Mixer,
-        "max_length": int,
-        **get_type_hints(models.EncoderDecoderConfig),
-    }
+    """Of `model`: the fields of all kinds of model by name, so that a misspelt field or a wrong type is found before
+    anything runs. A field of another kind than the preset's is refused by the preset."""
+    fields = {"attention": str | scores.Spec | mixers.Mixer, "max_length": int}
+    for kind in (models.EncoderDecoderConfig, models.DecoderOnlyConfig, models.EncoderOnlyConfig):
+        hints = get_type_hints(kind)
+        fields |= {field.name: hints[field.name] for field in dataclasses.fields(kind)}
     keyword = inspect.Parameter.KEYWORD_ONLY
-    preset = inspect.Parameter("preset", keyword, annotation=Callable[..., models.EncoderDecoderConfig])
+    preset = inspect.Parameter("preset", keyword, annotation=Callable[..., AnyConfig])
     return inspect.Signature(
         [
             preset,
             *(inspect.Parameter(name, keyword, default=_AS_PRESET, annotation=kind) for name, kind in fields.items()),
         ],
-        return_annotation=models.EncoderDecoderConfig,
+        return_annotation=AnyConfig,
     )
 
 

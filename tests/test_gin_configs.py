@@ -24,8 +24,13 @@ def text_of(name):
     return (launch._shipped_folder() / name).read_text()
 
 
+def given(name):
+    """What `name`, a model's file, asks for."""
+    return [*GIVEN, *(["NUM_CLASSES=4"] if "NUM_CLASSES = %gin.REQUIRED" in text_of(name) else [])]
+
+
 def model(*files):
-    return launch.make_plan("train", [*files, "runs/pretrain.gin"], GIVEN).arguments["model"]
+    return launch.make_plan("train", [*files, "runs/pretrain.gin"], given(files[0])).arguments["model"]
 
 
 def is_rounded(text, count):
@@ -35,7 +40,7 @@ def is_rounded(text, count):
 
 
 def test_all_files_are_known():
-    assert len(MODELS) == 15 and len(ATTENTIONS) == 13 and len(RUNS) == 6
+    assert len(MODELS) == 19 and len(ATTENTIONS) == 13 and len(RUNS) == 7
     assert len(launch.shipped_files()) == len(MODELS + ATTENTIONS + RUNS + EXPERIMENTS)
 
 
@@ -102,7 +107,7 @@ def recipe(name):
     checkpoint = 'CHECKPOINT_PATH="runs/x"'
     match name.split("/"):
         case ["models", _]:
-            return "train", [name, "runs/pretrain.gin"], GIVEN
+            return "train", [name, "runs/pretrain.gin"], given(name)
         case ["attention", _]:
             return "train", ["models/t5_tiny.gin", name, "runs/pretrain.gin"], GIVEN
         case ["runs", "evaluate.gin" | "infer.gin" as file]:
@@ -111,6 +116,8 @@ def recipe(name):
             return "train", [name], GIVEN[:1]
         case ["runs", "finetune.gin"]:
             return "train", ["models/t5_tiny.gin", name], [*GIVEN, f"INITIAL_{checkpoint}"]
+        case ["runs", "classify.gin"]:
+            return "train", ["models/classifier_tiny.gin", name], [*GIVEN, "NUM_CLASSES=4"]
         case ["runs", _]:
             return "train", ["models/t5_tiny.gin", name], GIVEN
         case ["experiments", _]:
