@@ -278,7 +278,7 @@ def _variable(module, name, param, dtype):
 
 def _merged(variables):
     """Trained and fixed arrays as the one tree that mixers take."""
-    return traverse_util.unflatten_dict({path: leaf for (_, *path), leaf in _flat(variables).items()})
+    return traverse_util.unflatten_dict({path[1:]: leaf for path, leaf in _flat(variables).items()})
 
 
 def _as_booleans(mask):
@@ -305,7 +305,7 @@ def from_nnx(source: nnx.Module | nnx.State, target: Mapping[str, Any] | None = 
     Raises ValueError that lists what target has and source lacks, the reverse, and shapes and dtypes that differ.
     """
     state = source if isinstance(source, nnx.State) else nnx.state(source)
-    flat = {(name, *map(str, path)): variable[...] for name, path, variable in _parameters(state)}
+    flat = {(name, *map(str, path)): variable.get_value() for name, path, variable in _parameters(state)}
     if target is None:
         return traverse_util.unflatten_dict(flat)
     expected = {name: target[name] for name in _TYPES if name in target}
