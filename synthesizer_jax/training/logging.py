@@ -216,7 +216,7 @@ class Progress:
 
     def show(self, step: int, scalars: Mapping[str, float]) -> None:
         """Loss, accuracy, a language model's perplexity, and speed after a step."""
-        values = {name: f"{scalars[name]:.4g}" for name in SHOWN if name in scalars}
+        values = shown(scalars)
         if not self._bar.disable:
             self._bar.set_postfix(values)
         elif self._first:
@@ -228,6 +228,11 @@ class Progress:
 
     def close(self) -> None:
         self._bar.close()
+
+
+def shown(scalars: Mapping[str, float]) -> dict[str, str]:
+    """What a line for the user holds of the scalars."""
+    return {name: f"{scalars[name]:.4g}" for name in SHOWN if name in scalars}
 
 
 def say(*words: Any) -> None:

@@ -18,7 +18,7 @@ from synthesizer_jax.models.batch import ENCODER_ONLY
 from synthesizer_jax.models.config import ModelConfig
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training import checkpoint
-from synthesizer_jax.training.logging import ScalarWriter, TrainingLog, model_info, say, summarize
+from synthesizer_jax.training.logging import ScalarWriter, TrainingLog, model_info, say, shown, summarize
 from synthesizer_jax.training.optimizer import Adafactor, AdamW, Optimizer
 from synthesizer_jax.training.step import Trainer, TrainState
 
@@ -196,8 +196,7 @@ class _Evaluation:
             sums = [self._step(state, sharding.place_batch(self._trainer.mesh, batch)) for batch, _ in batches]
             results[task] = summarize(jax.device_get(sums))
             writer.write(step, results[task])
-            said = "  ".join(f"{name} {value:.4g}" for name, value in results[task].items())
-            say(f"step {step}  {task}:  {said}")
+            say(f"step {step}  {task}:", *(f" {name} {value}" for name, value in shown(results[task]).items()))
         return results
 
     def __enter__(self):
