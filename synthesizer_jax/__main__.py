@@ -1,4 +1,4 @@
-"""The command line: python -m synthesizer_jax {train,evaluate,infer,reproduce} --gin_file=... --gin.NAME=VALUE"""
+"""The command line: python -m synthesizer_jax {train,evaluate,infer,costs,reproduce} --gin_file=... --gin.NAME=VALUE"""
 
 import argparse
 import importlib
@@ -75,6 +75,8 @@ def _report(command: str, result: Any) -> None:
                 print(f"{task}  {name}  {value:.6g}" if isinstance(value, float) else f"{task}  {name}  {value}")
     elif command == "infer":
         print("\n".join(f"wrote {path}" for path in result))
+    elif command == "costs":
+        print(result.as_markdown())
 
 
 def _parser() -> argparse.ArgumentParser:

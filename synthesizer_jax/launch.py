@@ -38,6 +38,7 @@ COMMANDS = {
     "train": Command(("synthesizer_jax.training.loop", "train"), ("synthesizer_jax.preflight", "before_training")),
     "evaluate": Command(("synthesizer_jax.evaluation", "evaluate"), ("synthesizer_jax.preflight", "before_evaluation")),
     "infer": Command(("synthesizer_jax.evaluation", "infer"), ("synthesizer_jax.preflight", "before_inference")),
+    "costs": Command(("synthesizer_jax.analysis.costs", "report")),
     "reproduce": Command(("synthesizer_jax.analysis.comparison", "compare")),
 }
 

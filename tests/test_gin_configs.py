@@ -40,7 +40,7 @@ def is_rounded(text, count):
 
 
 def test_all_files_are_known():
-    assert len(MODELS) == 19 and len(ATTENTIONS) == 19 and len(RUNS) == 7
+    assert len(MODELS) == 19 and len(ATTENTIONS) == 19 and len(RUNS) == 8
     assert len(launch.shipped_files()) == len(MODELS + ATTENTIONS + RUNS + EXPERIMENTS)
 
 
@@ -112,6 +112,8 @@ def recipe(name):
             return "train", ["models/t5_tiny.gin", name, "runs/pretrain.gin"], GIVEN
         case ["runs", "evaluate.gin" | "infer.gin" as file]:
             return file.removesuffix(".gin"), [name], [*GIVEN[1:3], checkpoint]
+        case ["runs", "costs.gin"]:
+            return "costs", ["models/t5_tiny.gin", name], GIVEN[2:3]
         case ["runs", "quickstart.gin"]:
             return "train", [name], GIVEN[:1]
         case ["runs", "finetune.gin"]:

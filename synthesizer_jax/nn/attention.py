@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from synthesizer_jax.axes import Param
 from synthesizer_jax.mixers import Mixer, MultiHead
-from synthesizer_jax.mixers.mixer import Cache, Surroundings
+from synthesizer_jax.mixers.mixer import Cache, Surroundings, is_own
 from synthesizer_jax.nn.layers import values, variable, variables
 from synthesizer_jax.ops.attend import Dropout, Path
 from synthesizer_jax.scores.base import Dims, Parameters, Spec
@@ -82,7 +82,8 @@ class Attention(nnx.Module):
             shared=shared or {},
             dropout=None if dropout_key is None else Dropout(self.dropout_rate, dropout_key),
         )
-        return self.mixer(self._params(), x, x_kv, around)
+        with jax.named_scope("self_attention" if is_own(x, x_kv) else "cross_attention"):
+            return self.mixer(self._params(), x, x_kv, around)
 
     def weights(
         self,

@@ -81,6 +81,7 @@ class MLP(nnx.Module):
             setattr(self, name, variable(inward, rngs, param_dtype))
         self.wo = variable(Param((mlp_features, features), (MLP_AXIS, EMBED), fan_in(mlp_features)), rngs, param_dtype)
 
+    @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "b q e"], dropout_key: Array | None = None) -> Float[Array, "b q e"]:
         if self.activation == "relu":
             hidden = jax.nn.relu(x @ self.wi[...].astype(x.dtype))
