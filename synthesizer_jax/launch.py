@@ -53,7 +53,10 @@ MACROS = {
     ),
     "TRAIN_STEPS": ("10000", "the step at which training ends"),
     "BATCH_SIZE": ("128", "sequences in a batch, over all devices"),
-    "ATTENTION": ('"R+V"', "self-attention: V R fixedR FR D FD or a sum of them"),
+    "ATTENTION": (
+        '"R+V"',
+        "self-attention: V R fixedR FR D FD or a sum of them; or a class such as Linformer[rank=64]",
+    ),
     "NUM_CLASSES": ("2", "classes of a classifier"),
     "MAX_LENGTH": ("512", "n, the longest sequence that R, FR, D and FD take"),
     "INITIAL_CHECKPOINT_PATH": ('"runs/pretrained"', "parameters to start from: a checkpoint or a MODEL_DIR"),
@@ -75,19 +78,13 @@ MACROS = {
     "REMAT": ('"full"', "what the backward pass computes again"),
 }
 
-_SPECS = (
-    scores.DotProduct,
-    scores.Random,
-    scores.FactorizedRandom,
-    scores.Dense,
-    scores.FactorizedDense,
-    scores.Mixture,
-    scores.RelativePositionBias,
-    scores.Kernel,
-    mixers.MultiHead,
-    mixers.Sparse,
-    mixers.Linformer,
-    mixers.TokenMixing,
+_NOT_CONFIGURED = (scores.Dims, scores.Scores, mixers.Surroundings)  # what layers give and take, not what users choose
+
+# All that attention can be made of: what the contents pages of scores and mixers list.
+_SPECS = tuple(
+    kind
+    for kind in {**vars(scores), **vars(mixers)}.values()
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind not in _NOT_CONFIGURED
 )
 _PRESETS = (
     models.t5_tiny,

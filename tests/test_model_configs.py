@@ -1,10 +1,12 @@
 """What defines a model: parameter counts and paths, presets, configurations and their JSON form."""
 
+import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
-from variants import MAX_LENGTH, VARIANTS
+from variants import MAX_LENGTH, MIXERS, VARIANTS
 
 import synthesizer_jax as sj
 from synthesizer_jax.models import parameters
@@ -135,10 +137,35 @@ def test_parameter_paths_are_an_interface():
 # Configurations
 
 
-@pytest.mark.parametrize("spec", [spec for _, spec in VARIANTS], ids=[name for name, _ in VARIANTS])
+@pytest.mark.parametrize("spec", [spec for _, spec in MIXERS], ids=[name for name, _ in MIXERS])
 def test_json_round_trip(spec):
-    config = sj.t5_1_1_tiny(spec, dropout_rate=0.25, remat="dots", dtype="bfloat16", scan_layers=False)
+    options = {"dropout_rate": 0.25, "remat": "dots", "dtype": "bfloat16", "scan_layers": False}
+    config = sj.t5_1_1_tiny("V", encoder_attention=spec, **options)
     assert sj.config_from_json(sj.to_json(config)) == config
+
+
+@dataclasses.dataclass(frozen=True)
+class Nearness(sj.Spec):
+    """A user's own scores: -|i - j|."""
+
+    strength: float = 1.0
+
+    name = "nearness"
+
+    def params(self, dims):
+        return {}
+
+    def score(self, params, x_q, keys, k_length, q_positions=None, k_positions=None):
+        distances = jnp.arange(x_q.shape[1])[:, None] - jnp.arange(k_length)
+        return sj.Scores(bias=-self.strength * jnp.abs(distances).astype(jnp.float32)[None, None])
+
+
+def test_scores_of_the_users_own_are_read_back():
+    config = sj.t5_tiny(sj.Mixture((Nearness(2.0), sj.DotProduct())))
+    text = sj.to_json(config)
+    assert sj.config_from_json(text) == config
+    with pytest.raises(ValueError, match="unknown kind of scores 'Farness'; import the module that defines it first"):
+        sj.config_from_json(text.replace("Nearness", "Farness"))
 
 
 @pytest.mark.parametrize(

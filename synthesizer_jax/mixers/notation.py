@@ -5,17 +5,15 @@ import dataclasses
 import re
 from typing import get_args
 
+from synthesizer_jax import scores
 from synthesizer_jax.mixers.linformer import Linformer
 from synthesizer_jax.mixers.mixer import Mixer
 from synthesizer_jax.mixers.token_mixing import TokenMixing
-from synthesizer_jax.scores.base import Spec, check_positive
-from synthesizer_jax.scores.dense import Dense, FactorizedDense
-from synthesizer_jax.scores.dot_product import DotProduct
-from synthesizer_jax.scores.kernels import Kernel
-from synthesizer_jax.scores.mixture import Mixture, Weights
-from synthesizer_jax.scores.random import FactorizedRandom, Random
+from synthesizer_jax.scores import Dense, DotProduct, FactorizedDense, FactorizedRandom, Mixture, Random, Spec
+from synthesizer_jax.scores.base import check_positive
+from synthesizer_jax.scores.mixture import Weights
 
-# Scores, which can be summed. Those that have max_length are given it.
+# Scores, which can be summed: the paper's letters, and all by the names of their classes.
 _SCORES = {
     "V": (DotProduct, {}),
     "R": (Random, {}),
@@ -23,7 +21,10 @@ _SCORES = {
     "FR": (FactorizedRandom, {}),
     "D": (Dense, {}),
     "FD": (FactorizedDense, {}),
-    "Kernel": (Kernel, {}),
+} | {
+    name: (kind, {})
+    for name, kind in vars(scores).items()
+    if isinstance(kind, type) and issubclass(kind, Spec) and kind not in (Spec, Mixture)
 }
 # What takes attention's place as a whole.
 _MIXERS: dict[str, tuple[type, dict]] = {
@@ -44,7 +45,8 @@ def synthesizer(
     """Attention scores from the paper's letters, or another mixer from its name.
 
     notation: V, R, fixedR, FR, D, FD or a sum of them such as "R+V"; options of a part stand in brackets,
-    "FR[rank=16]+V". What is already built is returned as it is. max_length: n of the parts that have one. weights,
+    "FR[rank=16]+V". Other scores go by the names of their classes, "R+Kernel[kernel='rbf']", and so do mixers, which stand
+    alone, "Linformer[rank=64]". What is already built is returned as it is. max_length: n of the parts that have one. weights,
     per_head, share_query: of the mixture, see `Mixture`.
 
     Raises ValueError that names the part which is not understood.

@@ -383,7 +383,22 @@ def _decode(value) -> Any:
         return tuple(_decode(part) for part in value)
     if not isinstance(value, dict):
         return value
-    kind = getattr(scores, value["kind"], getattr(mixers, value["kind"], None))
-    if not (isinstance(kind, type) and issubclass(kind, Spec | Mixer | Sparse)):
-        raise ValueError(f"model configuration: unknown kind of scores {value['kind']!r}")
-    return kind(**{name: _decode(field) for name, field in value.items() if name != "kind"})
+    return _kind_of(value["kind"])(**{name: _decode(field) for name, field in value.items() if name != "kind"})
+
+
+def _kind_of(name: str) -> type:
+    """The class of scores or mixers of this name: ours, or one that a module of the user's has defined."""
+    ours = getattr(scores, name, getattr(mixers, name, None))
+    if isinstance(ours, type) and issubclass(ours, Spec | Mixer | Sparse):
+        return ours
+    found = [kind for kind in _subclasses(Spec) + _subclasses(Mixer) if kind.__name__ == name]
+    if len(found) != 1:
+        several = f"; there are several: {', '.join(kind.__module__ for kind in found)}" if found else ""
+        raise ValueError(
+            f"model configuration: unknown kind of scores {name!r}{several or '; import the module that defines it first'}"
+        )
+    return found[0]
+
+
+def _subclasses(kind: type) -> list[type]:
+    return [found for child in kind.__subclasses__() for found in (child, *_subclasses(child))]
