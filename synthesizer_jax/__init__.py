@@ -29,6 +29,7 @@ from synthesizer_jax.scores import Random as Random
 from synthesizer_jax.scores import RelativePositionBias as RelativePositionBias
 from synthesizer_jax.scores import Scores as Scores
 from synthesizer_jax.scores import Spec as Spec
+from synthesizer_jax.scores import Toeplitz as Toeplitz
 
 # Declared parameters and logical axes.
 from synthesizer_jax.axes import Param as Param

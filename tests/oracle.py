@@ -173,6 +173,7 @@ def logits(spec, params, x_q, x_kv=None, q_positions=None, k_positions=None, que
         "dense": _dense,
         "factorized_dense": _factorized_dense,
         "relative_position_bias": _relative_position_bias,
+        "toeplitz": _toeplitz,
         "mixture": _mixture,
     }[kind(spec)]
     return rule(spec, params, x_q, x_kv, p_q, p_k, query)
@@ -280,6 +281,13 @@ def _relative_position_bias(spec, params, x_q, x_kv, p_q, p_k, query):
     return build((b, h, q, k), element)
 
 
+def _toeplitz(spec, params, x_q, x_kv, p_q, p_k, query):
+    """t[h, P(i) - P(j)], distances from -(n - 1) on."""
+    b, q, k, h = x_q.shape[0], x_q.shape[1], x_kv.shape[1], params["t"].shape[0]
+    first = spec.max_length - 1
+    return build((b, h, q, k), lambda n, g, i, j: params["t"][g, int(p_q[n, i]) - int(p_k[n, j]) + first])
+
+
 def _mixture(spec, params, x_q, x_kv, p_q, p_k, query):
     """sum_n alpha_n S_n, inside the softmax."""
     names = names_of_parts(spec)
@@ -319,7 +327,7 @@ def is_shared(spec, *positions, bias=None):
     """True where the scores, and the extra bias [b|1, ...], are the same for the whole batch."""
     if kind(spec) == "mixture":
         return all(is_shared(part, *positions, bias=bias) for part in spec.parts)
-    fixed = kind(spec) in ("random", "factorized_random", "relative_position_bias")
+    fixed = kind(spec) in ("random", "factorized_random", "relative_position_bias", "toeplitz")
     unbatched = all(p is None or np.ndim(p) == 1 for p in positions)
     return fixed and unbatched and (bias is None or bias.shape[0] == 1)
 

@@ -20,6 +20,7 @@ VARIANTS = (
     ("FD", sj.FactorizedDense(MAX_LENGTH)),
     ("FD separate", sj.FactorizedDense(MAX_LENGTH, a=2, shared_hidden=False)),
     ("relative", sj.RelativePositionBias(buckets=8, max_distance=16)),
+    ("Toeplitz", sj.Toeplitz(MAX_LENGTH)),
     ("R+V", sj.synthesizer("R+V", MAX_LENGTH)),
     ("D+V", sj.synthesizer("D+V", MAX_LENGTH)),
     ("R+D", sj.synthesizer("R+D", MAX_LENGTH)),

@@ -14,3 +14,4 @@ from synthesizer_jax.scores.mixture import Mixture as Mixture
 from synthesizer_jax.scores.position import RelativePositionBias as RelativePositionBias
 from synthesizer_jax.scores.random import FactorizedRandom as FactorizedRandom
 from synthesizer_jax.scores.random import Random as Random
+from synthesizer_jax.scores.toeplitz import Toeplitz as Toeplitz
