@@ -172,3 +172,91 @@ def test_rows_of_a_linear_kernel_whose_sum_cancels_are_zero():
 
     gradient = jax.grad(total)(scores.factor)
     assert not np.any(gradient[0, 0, 0]) and np.all(np.isfinite(gradient))
+
+
+MULTI_HEAD = [(name, as_mixer(spec)) for name, spec in MIXERS if isinstance(as_mixer(spec), sj.MultiHead)]
+
+
+@pytest.mark.parametrize("mixer", [mixer for _, mixer in MULTI_HEAD], ids=[name for name, _ in MULTI_HEAD])
+def test_memory_is_what_came_before(mixer):
+    """Causal attention with a memory gives the last rows of attention over memory and tokens; weights span both."""
+    tree, m = tree_of(mixer.scores if mixer.keys is None else mixer, bias=False), 2
+    mask = jnp.asarray([[False] + [True] * (LENGTH - 1), [True] * LENGTH])
+
+    @functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
+    def run(tree):
+        x = tree["x"]
+        whole = mixer(tree["own"], x, None, Surroundings(causal=True, key_mask=mask))
+        memory = Surroundings(causal=True, key_mask=mask, memory=x[:, :m])
+        rest = mixer(tree["own"], x[:, m:], None, memory)
+        weights = mixer.weights(tree["own"], x[:, m:], None, memory)
+        return whole, rest, weights, mixer.weights(tree["own"], x, None, Surroundings(causal=True, key_mask=mask))
+
+    whole, rest, weights, all_weights = run(tree)
+    np.testing.assert_allclose(rest, whole[:, m:], rtol=0, atol=2e-6 * max(1, np.abs(whole).max()))
+    assert weights.shape[2:] == (LENGTH - m, LENGTH)
+    np.testing.assert_allclose(weights, all_weights[:, :, m:], rtol=0, atol=2e-6)
+
+
+def test_sparse_keys_are_those_of_the_definition():
+    allowed = np.asarray(sj.Sparse(2, stride=3).allowed(5, 5))
+    expected = [[abs(i - j) < 2 or (i - j) % 3 == 0 for j in range(5)] for i in range(5)]
+    np.testing.assert_array_equal(allowed, expected)
+    shifted = np.asarray(sj.Sparse(1, stride=2).allowed(2, 5, q_offset=3))
+    np.testing.assert_array_equal(shifted, [[i + 3 == j or (i + 3 - j) % 2 == 0 for j in range(5)] for i in range(2)])
+
+
+X = jnp.zeros((1, 4, 4))
+SEGMENTS_4 = jnp.ones((1, 4), jnp.int32)
+
+
+def call(spec, x_kv=None, weights=False, **around):
+    mixer = as_mixer(spec)
+    params = jax.tree.map(
+        lambda p: jnp.zeros(p.shape), mixer.params(DIMS), is_leaf=lambda leaf: isinstance(leaf, Param)
+    )
+    return (mixer.weights if weights else mixer)(params, X, x_kv, Surroundings(**around))
+
+
+@pytest.mark.parametrize(
+    "make,text",
+    [
+        (lambda: sj.Sparse(0), "window: expected a positive whole number, got 0"),
+        (lambda: sj.Sparse(4, stride=-1), "stride: expected a positive whole number, got -1"),
+        (lambda: sj.MultiHead("R"), "scores: expected scores such as Random\\(512\\) or DotProduct\\(\\), got 'R'"),
+        (
+            lambda: sj.MultiHead(sj.DotProduct(), keys=3),
+            "keys: expected Sparse\\(window=...\\) or None for all keys, got 3",
+        ),
+        (lambda: sj.Linformer(0), "max_length: expected a positive whole number, got 0"),
+        (lambda: sj.Linformer(8, rank=0), "rank: expected a positive whole number, got 0"),
+        (lambda: sj.Linformer(8, sharing="all"), "sharing: expected one of .*'layerwise'.*, got 'all'"),
+        (lambda: sj.TokenMixing(8, hidden=0), "hidden: expected a positive whole number, got 0"),
+        (lambda: call(sj.Linformer(8, 2, "layerwise")), "shared: expected the projection E .* stands alone shared="),
+        (lambda: call(sj.Linformer(8, 2), bias=jnp.zeros((1, 1, 4, 4))), "bias: Linformer scores slots, not keys"),
+        (lambda: call(sj.Linformer(8, 2), memory=X), "memory: Linformer has no keys to extend; use attention"),
+        (
+            lambda: call(
+                sj.Linformer(8, 2), X + 1, q_segments=SEGMENTS_4, q_positions=SEGMENTS_4, k_segments=SEGMENTS_4
+            ),
+            "k_positions: expected the keys' positions within the segments beside k_segments",
+        ),
+        (lambda: call(sj.TokenMixing(8), bias=jnp.zeros((1, 1, 4, 4))), "bias: TokenMixing has no softmax"),
+        (lambda: call(sj.TokenMixing(8, hidden=8), weights=True), "hidden: .* 8 hidden units is not linear"),
+        (
+            lambda: call(sj.TokenMixing(8, hidden=9), causal=True),
+            "causal: hidden=9 units don't divide .* such as hidden=8",
+        ),
+        (lambda: call(sj.DotProduct(), X + 1, memory=X), "memory: it continues one sequence of x to the left"),
+        (lambda: call(sj.DotProduct(), q_segments=SEGMENTS_4, memory=X), "memory: it continues .*, got q_segments"),
+        (lambda: call(sj.MultiHead(sj.DotProduct(), keys=sj.Sparse(2)), X + 1), "x_kv: Sparse keys are neighbours"),
+        (lambda: call(sj.Kernel(integration="lookup"), X + 1), "x_kv: Kernel scores with positions .* use Kernel"),
+        (
+            lambda: sj.t5_tiny("Linformer"),
+            "decoder_attention: Linformer projects the whole sequence onto its slots.* use it in encoders",
+        ),
+    ],
+)
+def test_what_is_refused(make, text, unchecked_annotations):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        make()
