@@ -10,6 +10,8 @@ model = sj.EncoderDecoder(sj.t5_base(attention="R+V"), rngs=nnx.Rngs(0))
 __version__ = "0.1.0"
 
 # What mixes tokens: attention over any scores, and its rivals; the paper's letters for all of them.
+from synthesizer_jax.mixers import DynamicConv as DynamicConv
+from synthesizer_jax.mixers import LightweightConv as LightweightConv
 from synthesizer_jax.mixers import Linformer as Linformer
 from synthesizer_jax.mixers import Mixer as Mixer
 from synthesizer_jax.mixers import MultiHead as MultiHead

@@ -5,6 +5,8 @@ from synthesizer_jax.mixers.mixer import Mixer as Mixer
 from synthesizer_jax.mixers.mixer import Surroundings as Surroundings
 
 # The mixers.
+from synthesizer_jax.mixers.convolution import DynamicConv as DynamicConv
+from synthesizer_jax.mixers.convolution import LightweightConv as LightweightConv
 from synthesizer_jax.mixers.linformer import Linformer as Linformer
 from synthesizer_jax.mixers.multi_head import MultiHead as MultiHead
 from synthesizer_jax.mixers.multi_head import Sparse as Sparse

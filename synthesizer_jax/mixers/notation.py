@@ -6,6 +6,7 @@ import re
 from typing import get_args
 
 from synthesizer_jax import scores
+from synthesizer_jax.mixers.convolution import DynamicConv, LightweightConv
 from synthesizer_jax.mixers.linformer import Linformer
 from synthesizer_jax.mixers.mixer import Mixer
 from synthesizer_jax.mixers.token_mixing import TokenMixing
@@ -28,6 +29,10 @@ _SCORES = {
 }
 # What takes attention's place as a whole.
 _MIXERS: dict[str, tuple[type, dict]] = {
+    "LightConv": (LightweightConv, {}),
+    "DynConv": (DynamicConv, {}),
+    "LightweightConv": (LightweightConv, {}),
+    "DynamicConv": (DynamicConv, {}),
     "Linformer": (Linformer, {}),
     "TokenMixing": (TokenMixing, {}),
 }
