@@ -269,6 +269,7 @@ MASKS = {
     "each_sequence_and_head": (draw_mask(2, DIMS.heads, 0), {}),
     "each_sequence": (draw_mask(2, 1, 1), {"causal": True}),
     "each_head": (draw_mask(1, DIMS.heads, 2), {"key_mask": KEY_MASK}),
+    "alone": (draw_mask(1, 1, 8), {}),
     "one_for_all": (draw_mask(1, 1, 3), {"causal": True, "key_mask": KEY_MASK}),
     "packed": (draw_mask(1, DIMS.heads, 4), {"q_segments": SEGMENTS, "k_segments": SEGMENTS}),
 }
@@ -380,6 +381,23 @@ def test_a_mask_shared_by_the_batch_keeps_the_shared_algorithm():
     assert "f32[5,2,7,9]" in program(5, 1, 7, 9)
     with pytest.raises(ValueError, match=r"path: 'shared' needs .* mask of shape \(5, 1, 7, 9\)"):
         sj.attend(sj.Scores(bias=table), values, mask=jnp.ones((5, 1, 7, 9), bool), path="shared")
+
+
+@pytest.mark.parametrize("path", ["shared", "xla"])
+def test_a_mask_gives_scores_of_keys_alone_their_queries(path):
+    """A bias [1, 1, 1, k], the same for all queries, under a causal mask [1, 1, q, k]."""
+    bias, values = jnp.asarray(draw((1, 1, 1, LENGTH), 0)), jnp.asarray(draw((BATCH, LENGTH, 2, 3), 1))
+    whole = jnp.broadcast_to(bias, (1, 1, LENGTH, LENGTH))
+
+    def gradient(bias, **masks):
+        return jax.value_and_grad(lambda b: jnp.sum(sj.attend(sj.Scores(bias=b), values, path=path, **masks) ** 2))(
+            bias
+        )
+
+    out, d_bias = gradient(bias, mask=jnp.tril(jnp.ones((1, 1, LENGTH, LENGTH), bool)))
+    expected, d_whole = gradient(whole, causal=True)
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+    np.testing.assert_allclose(d_bias[0, 0, 0], d_whole.sum((0, 1, 2)), rtol=1e-5, atol=1e-6)
 
 
 def test_weights_under_a_mask_are_what_attend_applies():

@@ -121,11 +121,11 @@ def test_parameters_have_the_names_shapes_and_axes_of_the_nnx_layer(scores):
 CALLS = {
     "positions": {"q_positions": POSITIONS},
     "packed": {"q_segments": SEGMENTS, "q_positions": POSITIONS, "causal": True},
-    "packed with keys' own": {
+    "keys' own segments and positions": {
         "q_segments": SEGMENTS,
-        "k_segments": SEGMENTS,
+        "k_segments": SEGMENTS[::-1],
         "q_positions": POSITIONS,
-        "k_positions": POSITIONS,
+        "k_positions": POSITIONS[::-1],
     },
     "bias": {"bias": draw((1, HEADS, LENGTH, LENGTH), 70), "key_mask": KEY_MASK},
     "mask": {"mask": draw((BATCH, 1, LENGTH, LENGTH), 71) > 0},
@@ -217,8 +217,8 @@ def test_a_mask_of_pairs_is_refused_by_name_where_there_are_no_pairs(scores):
 
 def decoded(layer, variables, x, sizes, **arguments):
     """Outputs of steps of these sizes, the cache made by a first call with inputs of the full length."""
-    full = jnp.zeros_like(x)
-    _, state = layer.apply(variables, full, decode=True, mutable="cache", **arguments)
+    y, state = layer.apply(variables, x, decode=True, mutable="cache", **arguments)
+    np.testing.assert_array_equal(y, layer.apply(variables, x, causal=True, **arguments))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state)), "the first call makes an empty cache"
     step = quick_jit(lambda cache, x: layer.apply(variables | cache, x, decode=True, mutable="cache", **arguments))
     outs, start = [], 0
@@ -277,8 +277,9 @@ def test_decoding_with_t5xs_bias_mask_and_beams():
     found = jnp.concatenate(outs, axis=1)
     np.testing.assert_allclose(found, jnp.repeat(expected, beams, 0), rtol=0, atol=TOLERANCE)
     whole = nn.make_causal_mask(jnp.zeros((BATCH, 5)), dtype=bool) & seen[:, None, None, :]
-    y, _ = decoded(layer, params, x, (1,) * 5, bias=bias, mask=whole)
-    np.testing.assert_allclose(y, expected, rtol=0, atol=TOLERANCE)
+    for masks in ({"mask": whole}, {"key_mask": seen}):
+        y, _ = decoded(layer, params, x, (1, 2, 2), bias=bias, **masks)
+        np.testing.assert_allclose(y, expected, rtol=0, atol=TOLERANCE)
 
 
 # Dropout

@@ -155,19 +155,19 @@ class _Masks(NamedTuple):
         return max(lengths + ([] if self.mask is None else [self.mask.shape[2]]))
 
     def common(self, scores, k_length):
-        """[1, h|1, q, k], False where no sequence may attend; None where nothing is forbidden."""
+        """[1, h|1, q, k], False where no sequence may attend by a rule of the batch; None where nothing is forbidden."""
         causal = _causal(self.q_length(scores), k_length, self.q_offset) if self.causal else None
         rule = _both(causal, self.allowed)
         rule = None if rule is None else rule[None, None]
         return rule if self.differ_by_mask else _both(rule, self.mask)
 
     def own(self):
-        """[b, h|1, q|1, k], False where a sequence's own rules forbid; None where it has none."""
+        """[b|1, h|1, q|1, k], False where other rules than these forbid; None where there are none."""
         rule = None if self.key_mask is None else self.key_mask[:, None, None, :]
         if self.q_segments is not None:
             keys = self.k_segments[:, None, None, :]
             rule = _both(rule, (self.q_segments[:, None, :, None] == keys) & (keys > 0))
-        return _both(rule, self.mask) if self.differ_by_mask else rule
+        return _both(rule, self.mask)
 
 
 def _weights(scores, k_length, masks):
@@ -183,8 +183,7 @@ def _weights(scores, k_length, masks):
         logits = jnp.where(shifted < -_FLOOR, -_FLOOR, shifted)  # not maximum: it halves the gradient of a tie
     allowed = _both(common, own)
     # A causal row always has its first key; only the other masks can leave a row without any.
-    always = own is None and masks.allowed is None and masks.mask is None
-    has_key = None if always else jnp.any(allowed, axis=-1, keepdims=True)
+    has_key = None if own is None and masks.allowed is None else jnp.any(allowed, axis=-1, keepdims=True)
     if scores.factor is not None:
         return _normalised_by_sum(logits, scores.factor, allowed), allowed, has_key
     if allowed is not None:
