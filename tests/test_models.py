@@ -9,17 +9,19 @@ import numpy as np
 import oracle
 import pytest
 from flax import nnx
-from variants import MAX_LENGTH, VARIANTS
+from variants import MAX_LENGTH, MIXERS
 
 import synthesizer_jax as sj
 from synthesizer_jax.models import parameters
+from synthesizer_jax.nn.attention import as_mixer
 
 SIZES = {"vocab_size": 17, "features": 8, "mlp_features": 12, "heads": 2, "head_dim": 4, "encoder_layers": 2}
 QUICK = functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
 TOLERANCE = 1e-5  # of logits up to 3, through 4 layers, summed in another order
 
-SCORES = dict(VARIANTS)
-# The forms of scores that differ in a model: low-rank, shared bias, fixed, with positions of its own for each row.
+SCORES = dict(MIXERS)
+# The forms of scores that differ in a model: low-rank, shared bias, fixed, with positions of its own for each row; and
+# mixers: with caches of another form, or in the encoder alone and with parameters that its layers share.
 MODELS = {
     "V": ("relu", True),
     "R": ("gated-gelu", False),
@@ -27,13 +29,17 @@ MODELS = {
     "R+V": ("relu", True),
     "D+V authors'": ("gated-gelu", False),
     "FD+V": ("relu", True),
+    "Transformer-XL": ("relu", True),
+    "token mixing MLP": ("gated-gelu", False),
+    "Linformer layerwise": ("relu", True),
 }
 
 
 def configure(name="R+V", activation="relu", tied=True, **overrides):
     spec = SCORES[name]
     fields = SIZES | {"decoder_layers": 2, "mlp_activation": activation, "tied_embedding": tied} | overrides
-    return sj.EncoderDecoderConfig(encoder_attention=spec, decoder_attention=spec, **fields)
+    in_decoder = SCORES["R+V"] if as_mixer(spec).decoder_error() else spec
+    return sj.EncoderDecoderConfig(encoder_attention=spec, decoder_attention=in_decoder, **fields)
 
 
 models = pytest.mark.parametrize("config", [configure(n, *v) for n, v in MODELS.items()], ids=list(MODELS))
