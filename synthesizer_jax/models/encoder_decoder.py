@@ -67,14 +67,29 @@ class EncoderDecoder(nnx.Module):
         self, encoder_input_tokens: Int[Array, "b k"], decoder_input_tokens: Int[Array, "b q"]
     ) -> tuple[Float[Array, "_l b h k k"], Float[Array, "_l b h q q"]]:
         """The self-attention weights of encoder and decoder, [layers, b, h, q, k] in float32: for looking at."""
-        context = dataclasses.replace(
-            self.decoder.context(decoder_input_tokens),
-            encoded=self.encode(encoder_input_tokens),
-            encoder_mask=encoder_input_tokens > 0,
-        )
         return (
             self.encoder.weights(self._embed(encoder_input_tokens), self.encoder.context(encoder_input_tokens)),
-            self.decoder.weights(self._embed(decoder_input_tokens), context),
+            self.decoder.weights(
+                self._embed(decoder_input_tokens), self._decoder_context(encoder_input_tokens, decoder_input_tokens)
+            ),
+        )
+
+    def cross_attention_weights(
+        self, encoder_input_tokens: Int[Array, "b k"], decoder_input_tokens: Int[Array, "b q"]
+    ) -> Float[Array, "_l b _h q k"]:
+        """The cross-attention weights of the decoder, [layers, b, h, q, k] in float32: for looking at."""
+        context = self._decoder_context(encoder_input_tokens, decoder_input_tokens)
+        return self.decoder.over_layers(
+            lambda layer, x, _: (layer(x, context, None), layer.cross_weights(x, context)),
+            self._embed(decoder_input_tokens),
+            None,
+        )[1]
+
+    def _decoder_context(self, encoder_tokens, decoder_tokens):
+        return dataclasses.replace(
+            self.decoder.context(decoder_tokens),
+            encoded=self.encode(encoder_tokens),
+            encoder_mask=encoder_tokens > 0,
         )
 
     def encode(

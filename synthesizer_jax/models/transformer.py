@@ -47,6 +47,10 @@ class Context:
             "shared": self.shared,
         }
 
+    def of_cross_attention(self) -> dict[str, Any]:
+        """What attention to the encoded sequence is told."""
+        return {"key_mask": self.encoder_mask, "q_segments": self.segments, "k_segments": self.encoder_segments}
+
 
 class Layer(nnx.Module):
     """x + self-attention(norm(x)), then x + MLP(norm(x)): an encoder's layer, and a language model's where causal."""
@@ -98,12 +102,7 @@ class DecoderLayer(nnx.Module):
         attended = self.attention(self.attention_norm(x), **context.of_self_attention(), dropout_key=keys[0])
         x = x + dropout(attended, self.rate, keys[1])
         crossed = self.cross_attention(
-            self.cross_attention_norm(x),
-            context.encoded,
-            key_mask=context.encoder_mask,
-            q_segments=context.segments,
-            k_segments=context.encoder_segments,
-            dropout_key=keys[2],
+            self.cross_attention_norm(x), context.encoded, **context.of_cross_attention(), dropout_key=keys[2]
         )
         x = x + dropout(crossed, self.rate, keys[3])
         return x + dropout(self.mlp(self.mlp_norm(x), keys[4]), self.rate, keys[5])
@@ -111,6 +110,13 @@ class DecoderLayer(nnx.Module):
     def weights(self, x: Float[Array, "b q e"], context: Context) -> Float[Array, "b h q q"]:
         """The normalised weights of self-attention, [b, h, q, k]."""
         return self.attention.weights(self.attention_norm(x), **context.of_self_attention())
+
+    def cross_weights(self, x: Float[Array, "b q e"], context: Context) -> Float[Array, "b h q k"]:
+        """The normalised weights of cross-attention, [b, h, q, k]."""
+        x = x + self.attention(self.attention_norm(x), **context.of_self_attention())
+        return self.cross_attention.weights(
+            self.cross_attention_norm(x), context.encoded, **context.of_cross_attention()
+        )
 
     def init_cache(self, encoded: Float[Array, "b k e"], length: int) -> dict[str, Cache]:
         """An empty cache for `length` tokens; cross-attention's keys and values are computed once, here."""
