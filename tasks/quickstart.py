@@ -34,8 +34,8 @@ import tensorflow as tf
 from t5.data import postprocessors, preprocessors
 from t5.evaluation import metrics
 
-from synthesizer_jax.tasks import quickstart_text
-from synthesizer_jax.tasks.labels import LabelVocabulary
+from synthesizer_jax.tasks import labels, quickstart_text
+
 
 VOCABULARY = seqio.SentencePieceVocabulary(str(pathlib.Path(__file__).with_name("quickstart.model")), extra_ids=100)
 LABELS = ("false", "true")
@@ -192,7 +192,8 @@ seqio.TaskRegistry.add(
     "quickstart_negation_class",
     source=_Source(negation_examples),
     preprocessors=TOKENIZED,
-    output_features=OUTPUT_FEATURES | {"targets": seqio.Feature(vocabulary=LabelVocabulary(LABELS), add_eos=False)},
+    output_features=OUTPUT_FEATURES
+    | {"targets": seqio.Feature(vocabulary=labels.LabelVocabulary(LABELS), add_eos=False)},
     metric_fns=[metrics.accuracy],
 )
 

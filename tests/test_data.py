@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import synthesizer_jax.tasks.quickstart  # noqa: F401  registers the tasks
 from synthesizer_jax import data
+from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, ENCODER_ONLY
 
 LENGTHS = {"inputs": 12, "targets": 7}
 SIZES = {"train": 37, "validation": 11, "empty": 0}
@@ -39,6 +40,28 @@ def register(name, preprocessors=(), sizes=SIZES):
     )
 
 
+def register_kind(name, features, keep):
+    """`numbers` with other features: what is no feature is left out, and a label is the number of the inputs."""
+
+    def choose(dataset):
+        return dataset.map(lambda x: {name: make(x) for name, make in keep.items()})
+
+    seqio.TaskRegistry.add(
+        name,
+        source=seqio.FunctionDataSource(numbers, splits=tuple(SIZES)),
+        preprocessors=[choose, seqio.preprocessors.append_eos_after_trim],
+        output_features=features,
+    )
+
+
+TOKENS = seqio.Feature(vocabulary=seqio.PassThroughVocabulary(100, eos_id=1), add_eos=True)
+LABEL = seqio.Feature(vocabulary=seqio.PassThroughVocabulary(9), add_eos=False)
+TEXT = {"targets": lambda x: x["inputs"]}
+CLASS = {"inputs": lambda x: x["inputs"], "targets": lambda x: x["inputs"][:1] % 9}
+register_kind("data_test_text", {"targets": TOKENS}, TEXT)
+register_kind("data_test_class", {"inputs": TOKENS, "targets": LABEL}, CLASS)
+register_kind("data_test_two_labels", {"inputs": TOKENS, "targets": LABEL}, CLASS | {"targets": lambda x: x["targets"]})
+register_kind("data_test_no_label", {"inputs": TOKENS, "targets": LABEL}, CLASS | {"targets": lambda x: [-1]})
 register("data_test")
 register("data_test_no_validation", sizes=("train",))
 register("data_test_nothing", [lambda dataset: dataset.filter(lambda example: False)])
@@ -136,6 +159,7 @@ def test_a_mixture_draws_from_the_tasks_that_have_the_split():
 
 # Resume
 
+
 def digest(batches):
     hashed = hashlib.sha256()
     for batch in batches:
@@ -148,6 +172,7 @@ RESUME = f"""
 import hashlib, json, pathlib, sys
 import synthesizer_jax.tasks.quickstart
 from synthesizer_jax import data
+from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, ENCODER_ONLY
 {inspect.getsource(digest)}
 for arguments, paths in json.load(sys.stdin):
     batches = data.TrainBatches(**arguments)
@@ -258,6 +283,83 @@ def test_all_hosts_evaluate_the_same_number_of_batches():
 def test_a_mixture_is_evaluated_task_by_task_with_one_padded_batch():
     reals = [real for _, real in data.eval_batches("data_test_mixture", LENGTHS, 16, split="train")]
     assert reals == [16, 16, 16, 16, 10]
+
+
+# Language models and classifiers
+
+
+def test_a_language_models_rows_are_texts_shifted_by_one():
+    with data.TrainBatches("data_test_text", {"targets": 12}, 4, keys=DECODER_ONLY) as batches:
+        batch = next(batches)
+    assert set(batch) == {*DECODER_ONLY.required, *DECODER_ONLY.packing}
+    assert {rows.shape for rows in batch.values()} == {(4, 12)}
+    targets, first = batch["decoder_target_tokens"], batch["decoder_positions"] == 0
+    expected = np.where(first, 0, np.pad(targets, ((0, 0), (1, 0)))[:, :-1])
+    np.testing.assert_array_equal(batch["decoder_input_tokens"], np.where(targets > 0, expected, 0))
+    np.testing.assert_array_equal(batch["decoder_loss_weights"], targets > 0)
+    assert batch["decoder_segment_ids"].max() > 1
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_language_model_sees_every_text_whole_and_once(pack):
+    options = {"keys": DECODER_ONLY, "pack": pack, "num_epochs": 1}
+    seen = collections.Counter()
+    for batch in data.TrainBatches("data_test_text", {"targets": 12}, 1, **options):
+        (tokens,) = batch["decoder_target_tokens"]
+        (segments,) = batch.get("decoder_segment_ids", batch["decoder_loss_weights"])
+        seen.update(tuple(tokens[segments == segment]) for segment in set(segments) - {0})
+    assert seen == collections.Counter(x for x, _ in expected_examples("train").elements())
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_a_classifiers_rows_are_inputs_with_a_label(batch_size):
+    seen = collections.Counter()
+    for batch, real in data.eval_batches("data_test_class", {"inputs": 12}, batch_size, keys=ENCODER_ONLY):
+        shapes = {name: rows.shape for name, rows in batch.items()}
+        assert shapes == ENCODER_ONLY.shapes(batch_size, {"inputs": 12}, packed=False)
+        assert {rows.dtype for rows in batch.values()} == {np.dtype(np.int32)}
+        np.testing.assert_array_equal(batch["loss_weights"], np.arange(batch_size) < real)
+        assert not any(rows[real:].any() for rows in batch.values())
+        for tokens, label in list(zip(batch["encoder_input_tokens"], batch["labels"], strict=True))[:real]:
+            assert label == tokens[0] % 9
+            seen[tuple(tokens[tokens > 0])] += 1
+    assert seen == collections.Counter(x for x, _ in expected_examples("validation").elements())
+
+
+@pytest.mark.parametrize(
+    "name, lengths, keys", [("data_test_text", "targets", DECODER_ONLY), ("data_test_class", "inputs", ENCODER_ONLY)]
+)
+def test_every_kind_resumes_exactly_and_divides_among_hosts(name, lengths, keys):
+    arguments = {"keys": keys, "pack": bool(keys.packing), "seed": 3}
+    batches = data.TrainBatches(name, {lengths: 12}, 8, **arguments)
+    take(batches, 3)
+    state = batches.state()
+    rest = take(batches, 9)
+    second_of_two = data.TrainBatches(name, {lengths: 12}, 8, shard=(1, 2), **arguments)
+    second_of_two.restore(state)
+    assert equal(take(second_of_two, 9), [{key: rows[4:] for key, rows in batch.items()} for batch in rest])
+    with pytest.raises(
+        ValueError, match="mixture_or_task_name 'data_test_.* then, 'data_test' now; task_feature_lengths"
+    ):
+        data.TrainBatches("data_test", LENGTHS, 8, seed=3).restore(state)
+
+
+@pytest.mark.parametrize(
+    "name, lengths, keys, pack, text",
+    [
+        ("data_test", {"targets": 7}, DECODER_ONLY, True, "has the features inputs and targets, but DecoderOnly reads targets$"),
+        ("data_test", {"inputs": 7, "targets": 7}, DECODER_ONLY, True, r'expected {"targets": TOKENS} for DecoderOnly, got'),
+        ("data_test_text", LENGTHS, ENCODER_DECODER, True, "has the features targets, but EncoderDecoder reads inputs and"),
+        ("data_test_text", {"inputs": 7}, ENCODER_ONLY, False, "has the features targets, but EncoderOnly reads inputs and"),
+        ("data_test_class", {"inputs": 7, "targets": 1}, ENCODER_ONLY, False, r'expected {"inputs": TOKENS} for EncoderOnly'),
+        ("data_test_class", {"inputs": 7}, ENCODER_ONLY, True, "pack: EncoderOnly gives one answer for a row"),
+        ("data_test_two_labels", {"inputs": 7}, ENCODER_ONLY, False, r"targets: expected one class id from 0 to 8 .*, got \[3, 3\]"),
+        ("data_test_no_label", {"inputs": 7}, ENCODER_ONLY, False, r"in each example of 'data_test_no_label', got \[-1\]"),
+    ],
+)  # fmt: skip
+def test_what_a_kind_of_model_refuses(name, lengths, keys, pack, text):
+    with pytest.raises(ValueError, match=text):
+        data.TrainBatches(name, lengths, 8, keys=keys, pack=pack)
 
 
 # Vocabularies, caches, packages

@@ -11,9 +11,10 @@ import sys
 
 import pytest
 import seqio
+import tensorflow as tf
 
 import synthesizer_jax.tasks
-from synthesizer_jax.tasks import quickstart, quickstart_text, train_quickstart_vocabulary
+from synthesizer_jax.tasks import labels, quickstart, quickstart_text, train_quickstart_vocabulary
 
 FOLDER = pathlib.Path(quickstart.__file__).parent
 FINETUNING = [task.name for task in seqio.MixtureRegistry.get("quickstart_finetune").tasks]
@@ -207,6 +208,41 @@ def test_accuracy_counts_an_invalid_answer_as_wrong():
         right = [task.postprocess_fn(text, example={}, is_target=True) for text in ("true", "true", "true", "true")]
         assert accuracy(right, answers) == {"accuracy": 25.0}
         assert accuracy(right, right) == {"accuracy": 100.0}
+
+
+def test_labels_are_class_ids_and_sentences_are_texts():
+    """The same examples for a classifier; "true" and "false" as ids."""
+    classes = seqio.get_mixture_or_task("quickstart_negation_class").get_dataset(None, "validation", shuffle=False)
+    words = seqio.get_mixture_or_task("quickstart_negation").get_dataset(None, "validation", shuffle=False)
+    for one, other in zip(classes.take(50).as_numpy_iterator(), words.take(50).as_numpy_iterator(), strict=True):
+        assert one["inputs"].tolist() == other["inputs"].tolist()
+        assert [quickstart.LABELS[i] for i in one["targets"]] == [other["targets_pretokenized"].decode()]
+    task = seqio.get_mixture_or_task("quickstart_lm")
+    for split in SPLITS:
+        found = [
+            x["targets_pretokenized"].decode() for x in task.get_dataset(None, split, shuffle=False).as_numpy_iterator()
+        ]
+        assert found == quickstart_text.sentences(split)
+    assert list(task.output_features) == ["targets"]
+
+
+def test_a_label_vocabulary():
+    vocabulary = labels.LabelVocabulary(("world", "sports", "business"))
+    assert vocabulary.vocab_size == 3 and vocabulary.eos_id is None
+    for number, label in enumerate(vocabulary.labels):
+        assert vocabulary.encode(label) == [number] == vocabulary.encode_tf(label).numpy().tolist()
+        assert vocabulary.decode([number]) == label == vocabulary.decode_tf(tf.constant([number])).numpy().decode()
+    assert (
+        vocabulary
+        == labels.LabelVocabulary(["world", "sports", "business"])
+        != labels.LabelVocabulary(("world", "sports"))
+    )
+    with pytest.raises(ValueError, match="label: expected one of .* got 'weather'"):
+        vocabulary.encode("weather")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="expected one of the labels"):
+        vocabulary.encode_tf("weather")
+    with pytest.raises(ValueError, match=r"labels: expected two or more, no two alike, got \('a', 'a'\)"):
+        labels.LabelVocabulary(("a", "a"))
 
 
 def test_span_corruption_hides_text_behind_sentinels_and_loses_none():
