@@ -37,6 +37,9 @@ class ModelConfig(abc.ABC):
     relative_bias: bool = True  # T5's relative position bias, one table per stack, none in cross-attention; only where the mixer has scores
     relative_buckets: int = 32
     relative_max_distance: int = 128
+    # Rows of a trained table of positions that is added to the embeddings, the same for encoder and decoder; None: none, as
+    # in T5. A longer sequence is an error. The T5-scale comparison of convolutions, which have no relative bias: 512.
+    learned_positions: int | None = None
     dropout_rate: float = 0.1  # of embeddings, sub-layers, attention weights and the MLP's hidden layer
     dtype: DType = "float32"  # of the computation; softmax, norms' statistics and logits are float32 in any case
     param_dtype: DType = "float32"
@@ -48,6 +51,8 @@ class ModelConfig(abc.ABC):
             check_positive(name, getattr(self, name))
         for name in ("relative_buckets", "relative_max_distance"):
             check_positive(name, getattr(self, name))
+        if self.learned_positions is not None:
+            check_positive("learned_positions", self.learned_positions)
         check_rate("dropout_rate", self.dropout_rate)
         _check_choice("mlp_activation", self.mlp_activation, get_args(Activation))
         _check_choice("remat", self.remat, get_args(Remat))

@@ -8,7 +8,18 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from synthesizer_jax.models.config import DecoderOnlyConfig
-from synthesizer_jax.models.transformer import Context, Layer, Stack, check_packing, lm_head, token_logits
+from synthesizer_jax.models.transformer import (
+    Context,
+    Layer,
+    Stack,
+    add_positions,
+    check_packing,
+    check_positions_reach,
+    lm_head,
+    next_positions,
+    position_table,
+    token_logits,
+)
 from synthesizer_jax.nn.layers import Embedding
 
 
@@ -24,6 +35,7 @@ class DecoderOnly(nnx.Module):
         self.embedding = Embedding(config.vocab_size, config.features, rngs=rngs, param_dtype=config.param_dtype)
         self.decoder = Stack(Layer, config.decoder_layers, config.decoder_attention, True, config, rngs=rngs)
         self.lm_head = lm_head(config, rngs)
+        self.position_embedding = position_table(config, rngs)
 
     def __call__(
         self,
@@ -40,7 +52,7 @@ class DecoderOnly(nnx.Module):
         """
         check_packing({"decoder_segment_ids": decoder_segment_ids}, {"decoder_positions": decoder_positions})
         context = self.decoder.context(decoder_input_tokens, decoder_segment_ids, decoder_positions)
-        return self._logits(self.decoder(self._embed(decoder_input_tokens), context, dropout_key))
+        return self._logits(self.decoder(self._embed(decoder_input_tokens, decoder_positions), context, dropout_key))
 
     def attention_weights(self, decoder_input_tokens: Int[Array, "b q"]) -> Float[Array, "_l b h q q"]:
         """The self-attention weights, [layers, b, h, q, k] in float32: for looking at."""
@@ -48,6 +60,7 @@ class DecoderOnly(nnx.Module):
 
     def init_cache(self, batch: int, max_length: int) -> dict:
         """What decoding up to max_length tokens, those of a prompt included, with `decode_step` needs."""
+        check_positions_reach(self.position_embedding, max_length)
         dtype = self.config.compute_dtype
         _, layers = self.decoder.over_layers(
             lambda layer, carry, _: (carry, layer.init_cache(batch, max_length, dtype)), None, None
@@ -57,11 +70,11 @@ class DecoderOnly(nnx.Module):
     def decode_step(self, tokens: Int[Array, "b s"], cache: dict) -> tuple[Float[Array, "b s v"], dict]:
         """Logits [b, s, v] after the next s tokens [b, s] (the very first is 0), and the cache with them."""
         index = cache["index"]
-        x, layers = self.decoder.step(self._embed(tokens), cache["layers"], index, Context())
+        x, layers = self.decoder.step(self._embed(tokens, next_positions(index, tokens)), cache["layers"], index, Context())
         return self._logits(x), cache | {"layers": layers, "index": index + tokens.shape[1]}
 
-    def _embed(self, tokens):
-        return self.embedding(tokens, self.config.compute_dtype)
+    def _embed(self, tokens, positions=None):
+        return add_positions(self.embedding(tokens, self.config.compute_dtype), self.position_embedding, positions)
 
     def _logits(self, x):
         return token_logits(x, self.embedding, self.lm_head)

@@ -13,7 +13,19 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from synthesizer_jax.models.config import EncoderDecoderConfig
-from synthesizer_jax.models.transformer import Context, DecoderLayer, Layer, Stack, check_packing, lm_head, token_logits
+from synthesizer_jax.models.transformer import (
+    Context,
+    DecoderLayer,
+    Layer,
+    Stack,
+    add_positions,
+    check_packing,
+    check_positions_reach,
+    lm_head,
+    next_positions,
+    position_table,
+    token_logits,
+)
 from synthesizer_jax.nn.layers import Embedding
 
 
@@ -30,6 +42,7 @@ class EncoderDecoder(nnx.Module):
         self.encoder = Stack(Layer, config.encoder_layers, config.encoder_attention, False, config, rngs=rngs)
         self.decoder = Stack(DecoderLayer, config.decoder_layers, config.decoder_attention, True, config, rngs=rngs)
         self.lm_head = lm_head(config, rngs)
+        self.position_embedding = position_table(config, rngs)
 
     def __call__(
         self,
@@ -61,7 +74,7 @@ class EncoderDecoder(nnx.Module):
             encoder_mask=encoder_input_tokens > 0 if encoder_segment_ids is None else None,
             encoder_segments=encoder_segment_ids,
         )
-        return self._logits(self.decoder(self._embed(decoder_input_tokens), context, decoder_key))
+        return self._logits(self.decoder(self._embed(decoder_input_tokens, decoder_positions), context, decoder_key))
 
     def attention_weights(
         self, encoder_input_tokens: Int[Array, "b k"], decoder_input_tokens: Int[Array, "b q"]
@@ -101,10 +114,13 @@ class EncoderDecoder(nnx.Module):
         dropout_key: Array | None = None,
     ) -> Float[Array, "b k e"]:
         """The encoder's output [b, k, e]; what stands at padding has no meaning and is seen by nobody."""
-        return self.encoder(self._embed(tokens), self.encoder.context(tokens, segment_ids, positions), dropout_key)
+        return self.encoder(
+            self._embed(tokens, positions), self.encoder.context(tokens, segment_ids, positions), dropout_key
+        )
 
     def init_cache(self, encoder_input_tokens: Int[Array, "b k"], max_length: int) -> dict:
         """What decoding up to max_length tokens with `decode_step` needs; runs the encoder."""
+        check_positions_reach(self.position_embedding, max_length)
         encoded = self.encode(encoder_input_tokens)
         _, layers = self.decoder.over_layers(
             lambda layer, carry, _: (carry, layer.init_cache(encoded, max_length)), None, None
@@ -115,11 +131,11 @@ class EncoderDecoder(nnx.Module):
         """Logits [b, s, v] after the next s tokens [b, s] (the very first is 0), and the cache with them."""
         index = cache["index"]
         context = Context(encoder_mask=cache["encoder_mask"])
-        x, layers = self.decoder.step(self._embed(tokens), cache["layers"], index, context)
+        x, layers = self.decoder.step(self._embed(tokens, next_positions(index, tokens)), cache["layers"], index, context)
         return self._logits(x), cache | {"layers": layers, "index": index + tokens.shape[1]}
 
-    def _embed(self, tokens):
-        return self.embedding(tokens, self.config.compute_dtype)
+    def _embed(self, tokens, positions=None):
+        return add_positions(self.embedding(tokens, self.config.compute_dtype), self.position_embedding, positions)
 
     def _logits(self, x):
         return token_logits(x, self.embedding, self.lm_head)

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from synthesizer_jax.axes import EMBED, Param, contract, fan_in, zeros
 from synthesizer_jax.models.config import EncoderOnlyConfig
-from synthesizer_jax.models.transformer import Layer, Stack
+from synthesizer_jax.models.transformer import Layer, Stack, add_positions, position_table
 from synthesizer_jax.nn.layers import Embedding, values, variables
 
 
@@ -25,6 +25,7 @@ class EncoderOnly(nnx.Module):
             "bias": Param((config.num_classes,), (None,), zeros),
         }
         self.classifier = variables(head, rngs, config.param_dtype)
+        self.position_embedding = position_table(config, rngs)
 
     def __call__(
         self, encoder_input_tokens: Int[Array, "b q"], *, dropout_key: Array | None = None
@@ -43,7 +44,7 @@ class EncoderOnly(nnx.Module):
         return self.encoder.weights(self._embed(encoder_input_tokens), self.encoder.context(encoder_input_tokens))
 
     def _embed(self, tokens):
-        return self.embedding(tokens, self.config.compute_dtype)
+        return add_positions(self.embedding(tokens, self.config.compute_dtype), self.position_embedding)
 
 
 def mean_pool(x: Float[Array, "b q e"], real: Bool[Array, "b q"]) -> Float[Array, "b e"]:

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from synthesizer_jax.axes import EMBED, LAYERS, VOCAB, Param, contract, fan_in
+from synthesizer_jax.axes import EMBED, LAYERS, LENGTH, VOCAB, Param, contract, fan_in, normal
 from synthesizer_jax.models.config import ModelConfig
 from synthesizer_jax.mixers import Mixer
 from synthesizer_jax.mixers.mixer import Cache
 from synthesizer_jax.nn.attention import Attention, as_mixer
 from synthesizer_jax.nn.layers import MLP, Embedding, RMSNorm, dropout, values, variable, variables
 from synthesizer_jax.scores import Dims, DotProduct, RelativePositionBias, Spec
-from synthesizer_jax.scores.base import Parameters
+from synthesizer_jax.scores.base import Parameters, take_positions
 
 _REMAT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
@@ -208,7 +208,7 @@ class Stack(nnx.Module):
 
     def step(self, x: Float[Array, "b s e"], layers: Any, index: Int[Array, ""], context: Context):
         """The next s tokens from slot `index` on: (outputs after the final norm [b, s, e], the layers' caches)."""
-        positions = index + jnp.arange(x.shape[1], dtype=jnp.int32)
+        positions = next_positions(index, x)
         context = dataclasses.replace(
             context, bias=self._cached_bias(x.shape[1], layers, positions), shared=self.shared_values()
         )
@@ -274,6 +274,38 @@ def _entry(per_layer, index):
 def _stack_or_tuple(outs):
     shapes = {(jax.tree.structure(out), *(leaf.shape for leaf in jax.tree.leaves(out))) for out in outs}
     return tuple(outs) if len(shapes) > 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+
+def next_positions(index: Int[Array, ""], x: Array) -> Int[Array, "s"]:
+    """Of the tokens x [b, s, ...] that follow `index` earlier ones."""
+    return index + jnp.arange(x.shape[1], dtype=jnp.int32)
+
+
+def position_table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Variable | None:
+    """The trained positions [n, e] that are added to the embeddings; None where there are none."""
+    if config.learned_positions is None:
+        return None
+    table = Param((config.learned_positions, config.features), (LENGTH, EMBED), normal(1.0))
+    return variable(table, rngs, config.param_dtype)
+
+
+def add_positions(
+    x: Float[Array, "b q e"], table: nnx.Variable | None, positions: Int[Array, "*_b q"] | None = None
+) -> Float[Array, "b q e"]:
+    """Embeddings x with the table's rows at these positions, 0, 1, 2, ... for None. Positions beyond it give NaN."""
+    if table is None:
+        return x
+    check_positions_reach(table, x.shape[1])
+    return x + take_positions(table[...], positions, x.shape[1], axis=0).astype(x.dtype)
+
+
+def check_positions_reach(table: nnx.Variable | None, length: int) -> None:
+    """Refuse sequences that are longer than the trained positions."""
+    if table is not None and length > table.shape[0]:
+        raise ValueError(
+            f"learned_positions: expected sequences of at most {table.shape[0]} tokens, got {length}; build the model "
+            "with more learned_positions, or shorten the sequences"
+        )
 
 
 def lm_head(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Variable | None:
