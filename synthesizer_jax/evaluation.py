@@ -272,6 +272,7 @@ def tasks_with_metrics(name: str, split: str, keys: BatchKeys = ENCODER_DECODER)
         raise ValueError(f"mixture_or_task_name: {name!r} has no metrics; use `infer` to see what a model says")
     kinds, given = _GIVEN[keys]
     for task in tasks:
+        data.check_features(task, keys)
         for metric in task.metric_objs:
             if metric.model_output_type not in kinds:
                 kind = seqio.metrics.ModelOutputType.to_str(metric.model_output_type)

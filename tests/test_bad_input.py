@@ -145,6 +145,82 @@ TRAINING = {
     "cross-attention has no letters": ({"model.cross_attention": '"R"'}, "model has no parameter 'cross_attention'"),
 }
 
+LM, CLASSIFIER = "--gin_file=models/lm_tiny.gin", "--gin_file=models/classifier_tiny.gin"
+TEXT = {"MIXTURE_OR_TASK_NAME": '"quickstart_lm"', "TASK_FEATURE_LENGTHS": '{"targets": 64}'}
+LABELS = {
+    "MIXTURE_OR_TASK_NAME": '"quickstart_negation_class"',
+    "TASK_FEATURE_LENGTHS": '{"inputs": 64}',
+    "NUM_CLASSES": "2",
+    "PACK": "False",
+}
+
+# kind: (files, what is changed in the good training command, text)
+KINDS = {
+    "field of another kind of model": (
+        [MODEL, TRAIN],
+        {"model.num_classes": "3"},
+        "num_classes (of EncoderOnlyConfig) is no field of the configuration; expected some of vocab_size",
+    ),
+    "cross-attention of a language model": (
+        [LM, TRAIN],
+        TEXT | {"model.cross_heads": "3"},
+        "cross_heads (of EncoderDecoderConfig) is no field of the configuration",
+    ),
+    "classifier without classes": (
+        [CLASSIFIER, TRAIN],
+        LABELS | {"NUM_CLASSES": None},
+        "missing: NUM_CLASSES   give it",
+    ),
+    "one class": ([CLASSIFIER, TRAIN], LABELS | {"NUM_CLASSES": "1"}, "num_classes: expected at least 2, got 1"),
+    "classes that are not the task's": (
+        [CLASSIFIER, TRAIN],
+        LABELS | {"NUM_CLASSES": "4"},
+        "num_classes: 'targets' of 'quickstart_negation_class' is one of 2 ids, the model has 4 classes",
+    ),
+    "classes of another kind of model": ([LM, TRAIN], TEXT | {"NUM_CLASSES": "2"}, "refers to the macro NUM_CLASSES"),
+    "packed classifier": (
+        [CLASSIFIER, TRAIN],
+        LABELS | {"PACK": None},
+        "pack: EncoderOnly gives one answer for a row, so that a row holds one example; set pack=False (PACK = False)",
+    ),
+    "unknown pooling": (
+        [CLASSIFIER, TRAIN],
+        LABELS | {"model.pooling": '"max"'},
+        "model.pooling: expected 'mean' or 'first', got 'max'",
+    ),
+    "labels that are text": (
+        [CLASSIFIER, TRAIN],
+        LABELS | {"MIXTURE_OR_TASK_NAME": '"quickstart_negation"'},
+        "num_classes: 'targets' of 'quickstart_negation' is one of 2048 ids",
+    ),
+    "task with inputs for a language model": (
+        [LM, TRAIN],
+        TEXT | {"MIXTURE_OR_TASK_NAME": '"quickstart_negation"'},
+        "'quickstart_negation' has the features inputs and targets, but DecoderOnly reads targets",
+    ),
+    "text without inputs for an encoder-decoder": (
+        [MODEL, TRAIN],
+        {"MIXTURE_OR_TASK_NAME": '"quickstart_lm"'},
+        "'quickstart_lm' has the features targets, but EncoderDecoder reads inputs and targets",
+    ),
+    "lengths of another kind of model": (
+        [LM, TRAIN],
+        TEXT | {"TASK_FEATURE_LENGTHS": GOOD["TASK_FEATURE_LENGTHS"]},
+        'task_feature_lengths: expected {"targets": TOKENS} for DecoderOnly, got',
+    ),
+    "text longer than max_length": ([LM, TRAIN], TEXT | {"MAX_LENGTH": "63"}, "length 64 is more than max_length=63"),
+    "checkpoint of another kind of model": (
+        [LM, TRAIN],
+        TEXT | {"INITIAL_CHECKPOINT_PATH": '"{tmp}/trained"'},
+        "holds another kind of model: EncoderDecoder, where DecoderOnly is wanted",
+    ),
+    "encoder of another size": (
+        [CLASSIFIER, TRAIN],
+        LABELS | {"INITIAL_CHECKPOINT_PATH": '"{tmp}/trained"'},
+        "params/embedding/embedding: (2176, 8) in the checkpoint, (2176, 128) wanted",
+    ),
+}
+
 # kind: (the arguments after `train`), text
 FILES = {
     "gin file that is not there": ([MODEL, "--gin_file=runs/pretrian.gin"], "did you mean runs/pretrain.gin"),
@@ -225,6 +301,8 @@ def refused(capsys, tmp, command, files, bindings):
 def test_the_good_commands_are_good(tmp):
     for command, files, bindings in (
         ("train", [MODEL, TRAIN], GOOD),
+        ("train", [LM, TRAIN], GOOD | TEXT),
+        ("train", [CLASSIFIER, "--gin_file=runs/classify.gin"], GOOD | LABELS),
         ("evaluate", ["--gin_file=runs/evaluate.gin"], EVALUATE),
     ):
         flags = [f"--gin.{name}={value.replace('{tmp}', tmp)}" for name, value in bindings.items()]
@@ -235,6 +313,12 @@ def test_the_good_commands_are_good(tmp):
 def test_training(kind, tmp, capsys):
     changed, text = TRAINING[kind]
     assert text in refused(capsys, tmp, "train", [MODEL, TRAIN], GOOD | changed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_models(kind, tmp, capsys):
+    files, changed, text = KINDS[kind]
+    assert text in refused(capsys, tmp, "train", files, GOOD | changed)
 
 
 @pytest.mark.parametrize("kind", FILES)
