@@ -191,14 +191,15 @@ def test_histograms_count_the_weights_of_each_layer():
     variants = {name: drawn_maps(seed=seed, causal=True) for seed, name in enumerate(("V", "D", "R"))}
     picture = attention_maps.histograms(variants, bins=10)
     assert [axis.get_title() for axis in picture.axes] == ["layer 1", "layer 2", "layer 3"]
+    largest = max(maps.values(layer).max() for maps in variants.values() for layer in range(3))
     for layer, axis in enumerate(picture.axes):
         lines = axis.patches
         assert [line.get_label() for line in lines] == ["V", "D", "R"]
         for line, maps in zip(lines, variants.values(), strict=True):
             data = line.get_data()
-            expected = [np.sum(np.minimum(np.floor(maps.values(layer) * 10), 9) == bar) for bar in range(10)]
-            np.testing.assert_array_equal(data.values, expected)
-            np.testing.assert_allclose(data.edges, np.linspace(0, 1, 11))
+            bars = np.minimum(np.floor(maps.values(layer) / largest * 10), 9)
+            np.testing.assert_array_equal(data.values, [np.sum(bars == bar) for bar in range(10)])
+            np.testing.assert_allclose(data.edges, np.linspace(0, largest, 11), rtol=1e-6)
         assert axis.get_yscale() == "log"
     assert len({(line.get_edgecolor(), line.get_linestyle()) for line in picture.axes[0].patches}) == 3
     assert words(picture.axes[0].get_legend().get_texts()) == ["V", "D", "R"]

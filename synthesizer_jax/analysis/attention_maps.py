@@ -207,7 +207,7 @@ def histograms(variants: Mapping[str, Maps], bins: int = 50, title: str | None =
 
     variants: label -> maps, of the same batch, so that counts compare. Of all heads and examples; padding, and the
     future in causal stacks, are left out. All panels have the same bins, from the smallest weight, at most 0, to the
-    largest, at least 1.
+    largest.
     """
     if not variants:
         raise ValueError('variants: expected at least one label with its maps, such as {"R": maps["encoder"]}')
@@ -219,7 +219,7 @@ def histograms(variants: Mapping[str, Maps], bins: int = 50, title: str | None =
     (depth,) = depths
     values = {label: [maps.values(layer) for layer in range(depth)] for label, maps in variants.items()}
     everything = [row for rows in values.values() for row in rows]
-    edges = np.linspace(min(0.0, *map(np.min, everything)), max(1.0, *map(np.max, everything)), bins + 1)
+    edges = np.linspace(min(0.0, *map(np.min, everything)), max(map(np.max, everything)) or 1.0, bins + 1)
     columns = min(depth, 4)
     lines = -(-depth // columns)
     picture = Picture(figsize=(2.9 * columns + 1.0, 2.2 * lines + 1.1), dpi=100, layout="constrained")
