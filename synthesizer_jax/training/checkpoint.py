@@ -39,7 +39,7 @@ TRASH = "deleted_checkpoints"
 FREE_FIELDS = ("dropout_rate", "dtype", "remat")
 
 # Where an encoder-decoder and a classifier have the same parameters.
-ENCODER_PATHS = ("params/embedding", "params/encoder", "fixed/encoder")
+ENCODER_PATHS = ("params/embedding", "params/position_embedding", "params/encoder", "fixed/encoder")
 
 
 class CheckpointWriter:
@@ -236,7 +236,7 @@ def _encoder_of(config, mesh=None):
 
 
 def _below(name: str, paths: Sequence[str]) -> bool:
-    return any(name.startswith(f"{path}/") for path in paths)
+    return any(f"{name}/".startswith(f"{path}/") for path in paths)
 
 
 def _saved(checkpoint, top):
