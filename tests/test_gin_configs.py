@@ -40,7 +40,7 @@ def is_rounded(text, count):
 
 
 def test_all_files_are_known():
-    assert len(MODELS) == 19 and len(ATTENTIONS) == 19 and len(RUNS) == 8
+    assert len(MODELS) == 19 and len(ATTENTIONS) == 23 and len(RUNS) == 8
     assert len(launch.shipped_files()) == len(MODELS + ATTENTIONS + RUNS + EXPERIMENTS)
 
 

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,9 @@ class Convolution(Mixer):
     # w, the number of tokens that a kernel spans; a tuple has one for each layer. The paper: 3, 7, 15, 31, 31, 31, 31 in
     # the encoder, 3, 7, 15, 31, 31, 31 in the decoder. The T5-scale comparison: 9.
     width: int | tuple[int, ...]
-    heads: int | None = None  # h, the number of different kernels; None: the layer's heads
+    heads: int | Literal["features"] | None = (
+        None  # h, the different kernels; "features": one a channel; None: the layer's
+    )
     glu: bool = True  # linear_in(x) * sigmoid(gate(x)); False: linear_in(x) alone
     bias: bool = False  # of linear_in, gate and linear_out, as in the authors' fairseq code
     # A bias after the depth-wise convolution and a linear [e, e] with bias behind it, a bias of the kernel generator: the
@@ -40,7 +43,7 @@ class Convolution(Mixer):
             check_positive("width", width)
         if not widths:
             raise ValueError("width: expected a width, or one for each layer, got an empty tuple")
-        if self.heads is not None:
+        if self.heads not in (None, "features"):
             check_positive("heads", self.heads)
         for name in ("glu", "bias", "separable", "softmax", "renormalize"):
             if not isinstance(getattr(self, name), bool):
@@ -142,7 +145,7 @@ class Convolution(Mixer):
         return self.width
 
     def _heads(self, dims):
-        return self.heads or dims.heads
+        return dims.features if self.heads == "features" else self.heads or dims.heads
 
     def _check_heads(self, dims):
         if dims.features % self._heads(dims):
@@ -190,9 +193,9 @@ class LightweightConv(Convolution):
     The kernels [h, w] are the same for all tokens and sequences. Parameters: `linear_in`, `gate`, `linear_out` [e, e] and
     `kernel` [h, w], 3 e^2 + h w (2 e^2 + h w without glu). Reads no token to make its weights; sees width tokens.
 
-    LightweightConv(9, heads=e, bias=True, separable=True) is the layer of the T5-scale comparison (Synthesizer table 2;
-    Narang et al. 2021): 4 e^2 + (w + 5) e parameters, a kernel for each channel. Their configuration asks for two unique
-    filters, but their layer does not pass that on.
+    LightweightConv(9, heads="features", bias=True, separable=True) is the layer of the T5-scale comparison (Synthesizer
+    section 4.2; Narang et al. 2021): 4 e^2 + (w + 5) e parameters, a kernel for each channel. The released configuration
+    asks for two unique filters, but the released layer does not pass that on.
     """
 
     def _kernel_params(self, dims):
@@ -217,8 +220,8 @@ class DynamicConv(Convolution):
     Each token makes its kernels from its own convolution input u_i alone: it reads one token, no pairs. Parameters:
     `linear_in`, `gate`, `linear_out` [e, e] and `kernel_generator` [e, h, w], (3 + h w / e) e^2.
 
-    DynamicConv(9, heads=e, bias=True, separable=True) is the layer of the T5-scale comparison: (4 + w) e^2 + (w + 5) e
-    parameters, a kernel for each channel and token, for which the comparison cut the MLP to 512.
+    DynamicConv(9, heads="features", bias=True, separable=True) is the layer of the T5-scale comparison: (4 + w) e^2 +
+    (w + 5) e parameters, a kernel for each channel and token, for which the comparison cut the MLP to 512.
     """
 
     def _kernel_params(self, dims):
