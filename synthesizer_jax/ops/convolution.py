@@ -112,10 +112,7 @@ def band(kernels: Float[Array, "w _b _q h"], length: int, causal: bool) -> Float
 def _spread(kernels, tap):
     """[..., h, q, k] from kernels [w, ..., q, h]: kernels[tap[i, j], ..., i, h] where tap is one, else 0."""
     by_head = jnp.moveaxis(kernels, -1, -2)[..., None]  # [w, ..., h, q, 1]
-    out = jnp.where(tap == 0, by_head[0], 0)
-    for t in range(1, kernels.shape[0]):
-        out = jnp.where(tap == t, by_head[t], out)
-    return out
+    return sum(jnp.where(tap == t, by_head[t], 0) for t in range(kernels.shape[0]))
 
 
 # Blocks.
