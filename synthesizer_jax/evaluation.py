@@ -136,31 +136,36 @@ def _own_metrics(examples: _Split, predictor: Predictor) -> tuple[_Own, dict[int
     kinds = {PREDICTION: predictor.predict, SCORE: predictor.score}
     functions = {kind: functools.partial(_by_index, function) for kind, function in kinds.items()}
     if examples.keys == DECODER_ONLY:
-        scores = functions[SCORE](examples.enumerated())
-        tokens = [int(e["decoder_loss_weights"].sum()) for _, e in examples.enumerated().as_numpy_iterator()]
+        answers = list(_answers(predictor.score, examples.enumerated()))
+        scores = [(index, score) for index, score, _ in answers]
+        tokens = sum(int(example["decoder_loss_weights"].sum()) for _, _, example in answers)
         return _perplexity([float(score) for _, score in scores], tokens), {SCORE: lambda dataset: scores}
     if examples.keys == ENCODER_ONLY and not examples.task.metric_objs:
-        return _accuracy(examples, functions[PREDICTION](examples.enumerated())), functions
+        return _accuracy(examples.task, _answers(predictor.predict, examples.enumerated())), functions
     return _Own(), functions
 
 
-def _perplexity(scores: list[float], tokens: list[int]) -> _Own:
-    nats = -math.fsum(scores) / sum(tokens)
-    return _Own({"loss": nats, "perplexity": float(np.exp(nats)), "target_tokens": sum(tokens)}, {"score": scores})
+def _perplexity(scores: list[float], tokens: int) -> _Own:
+    nats = -math.fsum(scores) / tokens
+    return _Own({"loss": nats, "perplexity": float(np.exp(nats)), "target_tokens": tokens}, {"score": scores})
 
 
-def _accuracy(examples: _Split, answers: list[tuple[int, np.ndarray]]) -> _Own:
-    labels = [int(example["labels"]) for _, example in examples.enumerated().as_numpy_iterator()]
-    classes = [int(ids[0]) for _, ids in answers]
-    percent = 100 * float(np.mean(np.equal(labels, classes)))
-    vocabulary = examples.task.output_features[data.TARGETS].vocabulary
-    return _Own({"accuracy": percent}, {"output": [_decoded(vocabulary, [label]) for label in classes]})
+def _accuracy(task: seqio.Task, answers: Iterable[tuple[int, np.ndarray, Mapping[str, np.ndarray]]]) -> _Own:
+    pairs = [(int(ids[0]), int(example["labels"])) for _, ids, example in answers]
+    percent = 100 * float(np.mean([said == label for said, label in pairs]))
+    vocabulary = task.output_features[data.TARGETS].vocabulary
+    return _Own({"accuracy": percent}, {"output": [_decoded(vocabulary, [said]) for said, _ in pairs]})
+
+
+def _answers(function, dataset) -> Iterator[tuple[int, Any, Mapping[str, np.ndarray]]]:
+    """(index, output, example) of an enumerated dataset of model features."""
+    for (index, example), output in function(dataset.as_numpy_iterator(), lambda numbered: numbered[1]):
+        yield int(index), output, example
 
 
 def _by_index(function, dataset) -> list[tuple[int, Any]]:
     """seqio's protocol: an enumerated dataset of model features in, (index, output) out."""
-    answers = function(dataset.as_numpy_iterator(), lambda example: example[1])
-    return [(index, output) for (index, _), output in answers]
+    return [(index, output) for index, output, _ in _answers(function, dataset)]
 
 
 def infer(

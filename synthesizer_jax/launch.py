@@ -21,8 +21,8 @@ import gin
 from etils import epath
 from gin import config_parser
 
-from synthesizer_jax import mixers, models, scores, sharding
-from synthesizer_jax.configuration import Binding, Macro, Program, Reference, did_you_mean, near
+from synthesizer_jax import annotations, mixers, models, scores, sharding
+from synthesizer_jax.configuration import Binding, Macro, Program, Reference, did_you_mean, near, parameters
 from synthesizer_jax.training import optimizer
 
 
@@ -150,9 +150,18 @@ def make_plan(command: str, gin_files: Sequence[str], flags: Sequence[str], sear
     gin.clear_config()
     gin.parse_config(_gin_text(program, reader.imports))
     arguments = dict(gin.get_configurable(command)())
+    _check_made(command, arguments)
     modules = arguments.pop("mixture_or_task_module", None) or ()
     modules = (modules,) if isinstance(modules, str) else tuple(modules)
     return Plan(command, arguments, modules, gin.operative_config_str(max_line_length=120))
+
+
+def _check_made(command: str, arguments: Mapping[str, Any]) -> None:
+    """Refuses what a configurable made where another class is wanted: `model` makes any kind of model."""
+    for name, parameter in parameters(gin.get_configurable(command)).items():
+        if name in arguments and not annotations.fits(arguments[name], parameter.annotation):
+            wanted, made = annotations.spell(parameter.annotation), type(arguments[name]).__name__
+            raise ValueError(f"{command}.{name}: expected {wanted}, got {made}")
 
 
 def _function(command: str) -> Callable:
@@ -345,8 +354,8 @@ def _register(command: str) -> None:
     keyword = inspect.Parameter.KEYWORD_ONLY
     signature = inspect.signature(_function(command), eval_str=True)
     module = inspect.Parameter("mixture_or_task_module", keyword, default=None, annotation=str | Sequence[str] | None)
-    parameters = {**signature.parameters, module.name: module}  # imported before the function is called
-    arguments.__signature__ = inspect.Signature([p.replace(kind=keyword) for p in parameters.values()])
+    every = {**signature.parameters, module.name: module}  # imported before the function is called
+    arguments.__signature__ = inspect.Signature([p.replace(kind=keyword) for p in every.values()])
     gin.external_configurable(arguments, name=command, module="synthesizer_jax")
 
 

@@ -265,6 +265,51 @@ def test_train_writes_a_configuration_that_runs_again(tmp_path, capsys):
     assert json.loads(written.read_text())["input"] == "order: the value of the object"
 
 
+@pytest.mark.parametrize(
+    "kind, files, task, lengths, more",
+    [
+        ("lm", ("models/lm_tiny.gin", "runs/pretrain.gin"), "quickstart_lm", '{"targets": 16}', ()),
+        (
+            "classifier",
+            ("models/classifier_tiny.gin", "runs/classify.gin"),
+            "quickstart_negation_class",
+            '{"inputs": 16}',
+            ("--gin.NUM_CLASSES=2",),
+        ),
+    ],
+    ids=["lm", "classifier"],
+)
+def test_train_evaluate_and_infer_other_kinds_of_models(tmp_path, capsys, kind, files, task, lengths, more):
+    data = [
+        f'--gin.MIXTURE_OR_TASK_NAME="{task}"',
+        '--gin.MIXTURE_OR_TASK_MODULE="synthesizer_jax.tasks.quickstart"',
+        f"--gin.TASK_FEATURE_LENGTHS={lengths}",
+        "--gin.BATCH_SIZE=8",
+    ]
+    sizes = {"vocab_size": 2048, "features": 16, "mlp_features": 16, "head_dim": 4}
+    small = [f"--gin.model.{name}={size}" for name, size in sizes.items()]
+    train = ["--gin.TRAIN_STEPS=1", f'--gin.MODEL_DIR="{tmp_path}"', "--gin.EVAL_PERIOD=None", '--gin.ATTENTION="R+V"']
+    assert main(["train", *(f"--gin_file={file}" for file in files), *data, *train, *small, *more]) == 0
+    assert main(["train", f"--gin_file={tmp_path / 'config.gin'}", "--dry_run"]) == 0
+    file = tmp_path / "lines.txt"
+    file.write_text("negation the value of\n")
+    use = [*data, f'--gin.CHECKPOINT_PATH="{tmp_path}"']
+    assert main(["evaluate", "--gin_file=runs/evaluate.gin", *use, "--gin.evaluate.num_examples=9"]) == 0
+    assert main(["infer", "--gin_file=runs/infer.gin", *use, f'--gin.INPUT_FILE="{file}"']) == 0
+    told = capsys.readouterr().out
+    assert f"continues from {tmp_path / 'checkpoint_1'}" in told
+    assert f"{task}  {'perplexity' if kind == 'lm' else 'accuracy'}  " in told
+    (line,) = (tmp_path / "inference" / "lines-1.jsonl").read_text().splitlines()
+    assert json.loads(line)["input"] == "negation the value of"
+    assert kind == "lm" or json.loads(line)["prediction"] in ("false", "true")
+
+
+def test_a_command_for_one_kind_of_model_refuses_another():
+    files = ("experiments/quickstart.gin",)
+    with pytest.raises(ValueError, match="reproduce.model: expected EncoderDecoderConfig, got DecoderOnlyConfig"):
+        launch.make_plan("reproduce", files, ["model.preset=@lm_tiny"])
+
+
 def test_a_fault_of_the_user_is_one_message_and_a_bug_a_traceback(tmp_path, capsys, monkeypatch):
     assert main(argv(tmp_path, "--gin.DROPOUT_RATE=1.5", "--dry_run")) == 2
     assert capsys.readouterr().err == "error: dropout_rate: expected a rate from 0 to below 1, got 1.5\n"
