@@ -21,7 +21,8 @@ def run(command, folder, *more):
 
 
 def test_every_command_is_known_here():
-    kinds = [c for c in COMMANDS if not c.startswith((OURS + "reproduce", OURS + "train", OURS + "evaluate"))]
+    ours = tuple(OURS + command for command in ("reproduce", "train", "evaluate", "costs"))
+    kinds = [c for c in COMMANDS if not c.startswith(ours)]
     assert kinds == ["pip install -e '.[train]'", "pip install -e '.[test]'", "pytest -n 2"]
 
 
@@ -30,8 +31,9 @@ def test_the_test_command_is_what_ci_runs():
     assert "pip install -q -e '.[test]'" in script and "pytest -n 2" in script
 
 
-def test_python_blocks_run_in_order():
+def test_python_blocks_run_in_order(tmp_path, monkeypatch):
     names = {}
+    monkeypatch.chdir(tmp_path)
     with jax.numpy_dtype_promotion("standard"):
         for block in re.findall(r"```python\n(.*?)```", README, re.S):
             exec(compile(block, "README.md", "exec"), names)
@@ -39,11 +41,33 @@ def test_python_blocks_run_in_order():
     assert names["weights"].shape == (2, 4, 100, 100)
     assert names["out"].shape == (2, 100, 4, 16)
     assert names["logits"].shape == (1, 3, 32128)
+    assert (tmp_path / "histograms.png").read_bytes().startswith(b"\x89PNG")
+
+
+def trainings(*folders):
+    """The commands that train into these folders of runs/."""
+    commands = [c for c in COMMANDS if c.startswith(OURS + "train")]
+    assert len(commands) == 4
+    return [next(c for c in commands if f'MODEL_DIR=\'"runs/{folder}"\'' in c) for folder in folders]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["lm", "classifier"])
+def test_language_model_and_classifier(folder, tmp_path):
+    (command,) = trainings(folder)
+    run(command, tmp_path, "--gin.TRAIN_STEPS=3")
+    assert (tmp_path / folder / "checkpoint_3").exists()
+
+
+def test_costs(tmp_path, capsys):
+    (command,) = [c for c in COMMANDS if c.startswith(OURS + "costs")]
+    run(command, tmp_path)
+    assert "292,109,696" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_pretrain_finetune_evaluate(tmp_path):
-    pretrain, finetune = [c for c in COMMANDS if c.startswith(OURS + "train")]
+    pretrain, finetune = trainings("pretrained", "finetuned")
     (evaluate,) = [c for c in COMMANDS if c.startswith(OURS + "evaluate")]
     run(pretrain, tmp_path, "--gin.TRAIN_STEPS=3")
     run(finetune, tmp_path, "--gin.TRAIN_STEPS=3")
