@@ -104,6 +104,11 @@ def layer(spec, params, x, *, key_mask=None, causal=False, segments=None, factor
     return linear(params, "linear_out", y)
 
 
+def mix(spec, params, x, around):
+    """`layer` as oracle_mixers calls it; distances alone count, so positions don't."""
+    return layer(spec, params, x, **{name: around[name] for name in ("key_mask", "causal", "segments")})
+
+
 def weights(spec, params, x, *, key_mask=None, causal=False, segments=None):
     """The matrix [b, h, q, k] that the convolution applies to the gated tokens."""
     u = inputs(spec, params, x, key_mask, segments)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import oracle
+import oracle_convolution
 from oracle import build, kind, project, total
 
 
@@ -11,6 +12,8 @@ def mix(mixer, params, x, shared=None, *, key_mask=None, causal=False, segments=
         "multi_head": _multi_head,
         "linformer": _linformer,
         "token_mixing": _token_mixing,
+        "lightweight_conv": oracle_convolution.mix,
+        "dynamic_conv": oracle_convolution.mix,
     }.get(kind(mixer), _attention)
     around = {"key_mask": key_mask, "causal": causal, "segments": segments, "positions": positions, "bias": bias}
     return rule(mixer, {**params, **(shared or {})}, x, around)
