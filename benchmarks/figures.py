@@ -13,17 +13,17 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import synthesizer_jax.tasks.quickstart
 from PIL import Image
 
 import synthesizer_jax as sj
 from synthesizer_jax import data
 from synthesizer_jax.analysis import attention_maps
 from synthesizer_jax.models import parameters
-from synthesizer_jax.tasks import quickstart as quickstart  # registers its tasks
 from synthesizer_jax.training import checkpoint
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-SENTENCE = "the cat sat on the mat and the dog lay on the rug".split()
+SENTENCE = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "lay", "on", "the", "rug"]
 ZOO = {
     "V": "V",
     "R": "R",
@@ -66,7 +66,7 @@ def at_initialisation(folder: pathlib.Path) -> None:
 
 
 def of_run(model_dir: pathlib.Path, folder: pathlib.Path) -> None:
-    """Of validation examples, each variant's layers before and after training, and the histograms after it."""
+    """Of validation examples, each variant's heads and layers before and after training, and the histograms after it."""
     comparison = json.loads((model_dir / "comparison.json").read_text())
     finetuning, seed = comparison["settings"]["finetuning"], comparison["settings"]["random_seed"]
     task, lengths = finetuning["mixture_or_task_name"], finetuning["task_feature_lengths"]
@@ -82,6 +82,8 @@ def of_run(model_dir: pathlib.Path, folder: pathlib.Path) -> None:
             stage: attention_maps.weights(parameters.bind(config, *arrays), batch)["encoder"]
             for stage, arrays in (("before", before), ("after", after))
         }
+    title = "Attention weights of the first encoder layer, before pretraining and after fine-tuning"
+    save(attention_maps.compare(stages, tokens=tokens, title=title), folder / "quickstart_attention.png")
     title = "Attention weights of the encoder before and after training, mean of the heads"
     save(attention_maps.compare(stages, by="layers", tokens=tokens, title=title), folder / "quickstart_layers.png")
     after = {attention: of["after"] for attention, of in stages.items()}

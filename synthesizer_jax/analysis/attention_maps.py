@@ -69,7 +69,7 @@ class Maps:
             raise ValueError(f"example: the batch has {len(weights)} examples, got {example}")
         return weights[example][:, self.queries[example]][:, :, self.keys[example]]
 
-    def values(self, layer: int) -> Float[np.ndarray, "_n"]:
+    def values(self, layer: int) -> Float[np.ndarray, " _n"]:
         """The weights of a layer (-1: the last) in one row: all heads and examples, of the pairs that may attend.
 
         Padding is left out on both sides, and the future where the stack is causal: their zeros are no choice of the
