@@ -3,7 +3,7 @@
 One letter means one thing in einsums, annotations, comments and tests:
 
     b batch   q query length   k key length   h heads   d size per head   e embedding
-    m MLP     v vocabulary     n maximum synthesized length               r rank    w kernel width
+    m MLP     v vocabulary     n maximum synthesized length               r rank    w kernel width   c classes
 """
 
 import dataclasses
