@@ -72,34 +72,50 @@ def assert_same(found, expected):
 # The NNX layer's numbers
 
 
-@rows()
-def test_values_and_gradients_equal_the_nnx_layers(scores):
-    """To the bit, of trained parameters, inputs and what the stack shares, under a key mask and causally."""
-    graph, trained, fixed = drawn(scores)
-    layer, shared = linen_layer(scores), shared_of(scores)
+def gradients(scores):
+    """Of the NNX and of the Linen layer: (trained, fixed, x, shared) -> ((loss, y), gradients) but for `fixed`."""
+    graph, layer = drawn(scores)[0], linen_layer(scores)
     masks = {"key_mask": KEY_MASK, "causal": as_mixer(scores).decoder_error() is None}
-    x, cotangent = draw((BATCH, LENGTH, FEATURES), 60), draw((BATCH, LENGTH, FEATURES), 61)
+    cotangent = draw((BATCH, LENGTH, FEATURES), 61)
 
-    @quick_jit
-    def run(trained, fixed, x, shared):
-        def nnx_loss(trained, x, shared):
-            y = nnx.merge(graph, trained, fixed)(x, **masks, shared=shared)
-            return jnp.sum(y * cotangent), y
+    def nnx_loss(trained, fixed, x, shared):
+        y = nnx.merge(graph, trained, fixed)(x, **masks, shared=shared)
+        return jnp.sum(y * cotangent), y
 
-        def linen_loss(params, x, shared):
-            variables = sj.linen.from_nnx(fixed) | {"params": params}
-            y = layer.apply(variables, x, **masks, shared=shared)
-            return jnp.sum(y * cotangent), y
+    def linen_loss(trained, fixed, x, shared):
+        y = layer.apply(sj.linen.from_nnx(trained) | sj.linen.from_nnx(fixed), x, **masks, shared=shared)
+        return jnp.sum(y * cotangent), y
 
-        gradient = functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
-        params = sj.linen.from_nnx(trained)["params"]
-        return gradient(nnx_loss)(trained, x, shared), gradient(linen_loss)(params, x, shared)
+    return [jax.value_and_grad(loss, argnums=(0, 2, 3), has_aux=True) for loss in (nnx_loss, linen_loss)]
 
-    ((_, expected), expected_gradients), ((_, y), gradients) = run(trained, fixed, x, shared)
+
+@rows()
+def test_the_program_is_the_nnx_layers(scores):
+    """Values and gradients of both layers, traced: operation by operation the same, and so to the bit."""
+    arguments = (*drawn(scores)[1:], draw((BATCH, LENGTH, FEATURES), 60), shared_of(scores))
+    one, other = (str(jax.make_jaxpr(gradient)(*arguments)) for gradient in gradients(scores))
+    assert one == other and len(one) > 1000
+
+
+def kinds():
+    """The first row of each kind of scores and of mixer."""
+    first = {}
+    for name, scores in MIXERS:
+        first.setdefault((type(as_mixer(scores)), type(scores)), (name, scores))
+    return first.values()
+
+
+@pytest.mark.parametrize(("name", "scores"), kinds())
+def test_values_and_gradients_equal_the_nnx_layers(name, scores):
+    """To the bit, of trained parameters, inputs and what the stack shares, under a key mask and causally."""
+    of_nnx, of_linen = (quick_jit(gradient) for gradient in gradients(scores))
+    arguments = (*drawn(scores)[1:], draw((BATCH, LENGTH, FEATURES), 60), shared_of(scores))
+    (_, expected), expected_gradients = of_nnx(*arguments)
+    (_, y), found_gradients = of_linen(*arguments)
     assert np.all(np.isfinite(expected))
     np.testing.assert_array_equal(y, expected)
-    assert_same(gradients[0], sj.linen.from_nnx(expected_gradients[0])["params"])
-    assert_same(gradients[1:], expected_gradients[1:])
+    assert_same(found_gradients, expected_gradients)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(expected_gradients))
 
 
 @rows()
