@@ -11,6 +11,16 @@ Two exact algorithms, by what moves the fewest bytes on TPU (benchmarks/convolut
 - blocks: for dynamic kernels of heads of 32 channels and more, whose repetition over the channels would be the traffic.
   A block of 128 tokens and the w - 1 around them are multiplied by the [128, 128 + w - 1] piece of the band.
 
+Bytes to and from main memory of one whole layer in bfloat16, forward and backward, e = 768, w = 9, from TPU v5e's compiler:
+
+| batch x length, heads | here | sum of products, JAX's gradients | XLA's convolution | whole band |
+|---|---|---|---|---|
+| light, 4 x 4096, 8 | 232 MB | 980 | 661 | 1174 |
+| light, 16 x 512, 12 (most of it stays in fast memory) | 106 | 238 | 68 | 113 |
+| dynamic, 4 x 4096, 8 | 836 | 4021 | | 1322, 3 x the FLOPs |
+| dynamic, 16 x 512, 12 | 119 | 2543 | | 157 |
+| dynamic, 4 x 4096, 768 (a kernel for each channel) | 4198 | 8484 | | |
+
 The letter w is the width, t a tap.
 """
 
