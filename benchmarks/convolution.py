@@ -102,7 +102,7 @@ def compiled(function, spec, batch, length, sharding):
     tokens = jax.ShapeDtypeStruct((batch, length, FEATURES), jnp.bfloat16)
 
     def gradients(params, x, cotangent):
-        loss = lambda params, x: jnp.sum((function(params, x) * cotangent).astype(jnp.float32))  # noqa: E731
+        loss = lambda params, x: jnp.sum((function(params, x) * cotangent).astype(jnp.float32))
         return jax.grad(loss, argnums=(0, 1))(params, x)
 
     jitted = jax.jit(gradients, in_shardings=sharding, out_shardings=sharding)

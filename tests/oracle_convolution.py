@@ -48,7 +48,7 @@ def inputs(spec, params, x, key_mask=None, segments=None):
 
 def kernels(spec, params, u, causal=False, segments=None):
     """[b, q, h, w]; 0 at taps that do not count where they are renormalised."""
-    b, q, e = u.shape
+    b, q = u.shape[:2]
     dynamic = "kernel_generator" in params
     heads = params["kernel_generator" if dynamic else "kernel"].shape[1 if dynamic else 0]
     out = np.empty((b, q, heads, spec.width), dtype=object)
@@ -79,7 +79,7 @@ def _softmax(logits, there):
 
 def convolution(u, kernels, causal, segments=None):
     """y[s, i, c] = sum_t kernels[s, i, head of c, t] u[s, i + t - left, c]."""
-    b, q, e = u.shape
+    q, e = u.shape[1:]
     heads, width = kernels.shape[2:]
     left = taps_before(width, causal)
 
