@@ -1,8 +1,9 @@
 """What a configuration costs, before anything runs: parameters, floating-point operations and cache bytes, by part.
 
-Operations are those of matrix products and convolutions, 2 for each multiplication and addition, counted in the traced
-program: loops times their trip count, one call of what may be skipped. What acts on one element at a time (softmax, norms,
-activations) is left out, as is usual for model FLOPs; XLA's own count includes it and is a few per cent higher.
+Operations are those of matrix products, 2 for each multiplication and addition, counted in the traced program: loops times
+their trip count, one call of what may be skipped. What acts on one element at a time (softmax, norms, activations, the
+shifted products of a depth-wise convolution) is left out, as is usual for model FLOPs; XLA's own count includes it and is a
+few per cent higher.
 """
 
 import collections
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from synthesizer_jax.axes import Param
-from synthesizer_jax.mixers import synthesizer
+from synthesizer_jax.mixers import DynamicConv, LightweightConv, synthesizer
 from synthesizer_jax.models import parameters
 from synthesizer_jax.models.config import (
     DecoderOnlyConfig,
@@ -302,6 +303,20 @@ def table_1(features: int = 512, heads: int = 8, head_dim: int = 64, max_length:
 TABLE_4 = {
     "Transformer": ({"attention": "V"}, 223, 3.70),
     "D (authors' code)": ({"attention": "D[bias=False, share_w2=True]"}, 224, 3.80),
+    "LightConv (authors' code)": (
+        {"attention": LightweightConv(9, "features", bias=True, separable=True), "learned_positions": 512},
+        224,
+        3.5,
+    ),
+    "DynConv (authors' code)": (
+        {
+            "attention": DynamicConv(9, "features", bias=True, separable=True),
+            "learned_positions": 512,
+            "mlp_features": 512,
+        },
+        257,
+        3.93,
+    ),
     "R": ({"attention": "R"}, 254, 3.36),
     "R+V": ({"attention": "R+V"}, 292, 4.00),
     "D+V (authors' code)": (

@@ -34,7 +34,8 @@ class ModelConfig(abc.ABC):
     heads: int  # h, of self-attention
     head_dim: int  # d, of self-attention
     mlp_activation: Activation  # "relu" in T5 v1.0, "gated-gelu" in v1.1
-    relative_bias: bool = True  # T5's relative position bias, one table per stack, none in cross-attention; only where the mixer has scores
+    # T5's relative position bias, one table per stack, none in cross-attention; only where the mixer has scores.
+    relative_bias: bool = True
     relative_buckets: int = 32
     relative_max_distance: int = 128
     # Rows of a trained table of positions that is added to the embeddings, the same for encoder and decoder; None: none, as
