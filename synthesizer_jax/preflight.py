@@ -44,8 +44,7 @@ def _describe_start(a: Mapping[str, Any]) -> str:
         return f"continues from {found}"
     if a["initial_checkpoint_path"] is not None:
         found = checkpoint.find(a["initial_checkpoint_path"])
-        checkpoint.check_initial(found, a["model"])
-        return f"starts from the parameters of {found}"
+        return f"starts from {checkpoint.check_initial(found, a['model'])}"
     return f"starts from new parameters, seed {a['random_seed']}"
 
 

@@ -378,6 +378,7 @@ def test_training_begins_with_the_pretrained_encoder(tmp_path, capfd):
         writer.save(9, {"params": trained, "fixed": fixed}, whole, {})
     changes = {"initial_checkpoint_path": str(tmp_path / "whole"), "train_steps": 1, "eval_period": None}
     result = loop.train(**arguments(CLASSIFIER, tmp_path / "tuned", **changes))
-    assert "starts from the parameters of" in capfd.readouterr().err
+    folder = tmp_path / "whole" / "checkpoint_9"
+    assert f"starts from embedding and encoder of {folder}, with a new head" in capfd.readouterr().err
     embedding = np.asarray(result.state.params["embedding"]["embedding"])
     assert 0 < np.mean(embedding != 0.25) and np.max(np.abs(embedding - 0.25)) < 0.1  # one step away

@@ -188,12 +188,14 @@ def restore_params(
     return config, state["params"], state["fixed"]
 
 
-def check_initial(checkpoint: epath.PathLike, config: ModelConfig) -> None:
-    """ValueError unless `initial_params` can take the parameters; reads none."""
+def check_initial(checkpoint: epath.PathLike, config: ModelConfig) -> str:
+    """ValueError unless `initial_params` can take the parameters, of which it reads none. Returns what it takes."""
     if not _is_encoder_for(checkpoint, config):
-        return check_same_model(checkpoint, config)
+        check_same_model(checkpoint, config)
+        return f"the parameters of {checkpoint}"
     _check_same_arrays(checkpoint, _saved(checkpoint, ENCODER_PATHS), _encoder_of(config))
     _check_fields(checkpoint, read_config(checkpoint), config, "another encoder")
+    return f"embedding and encoder of {checkpoint}, with a new head"
 
 
 def initial_params(path: str, mesh: Mesh, config: ModelConfig, seed: int) -> tuple[dict, dict]:

@@ -174,7 +174,7 @@ def _begin(trainer, batches, model_dir, initial_checkpoint_path, train_steps) ->
     if initial_checkpoint_path is not None:
         found = checkpoint.find(initial_checkpoint_path)
         trained, fixed = checkpoint.initial_params(found, trainer.mesh, trainer.config, trainer.seed)
-        say(f"starts from the parameters of {found}")
+        say(f"starts from {checkpoint.check_initial(found, trainer.config)}")
         return trainer.init_from(trained, fixed), 0
     say(f"starts from new parameters, seed {trainer.seed}")
     return trainer.init(), 0
