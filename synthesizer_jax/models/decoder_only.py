@@ -70,7 +70,9 @@ class DecoderOnly(nnx.Module):
     def decode_step(self, tokens: Int[Array, "b s"], cache: dict) -> tuple[Float[Array, "b s v"], dict]:
         """Logits [b, s, v] after the next s tokens [b, s] (the very first is 0), and the cache with them."""
         index = cache["index"]
-        x, layers = self.decoder.step(self._embed(tokens, next_positions(index, tokens)), cache["layers"], index, Context())
+        x, layers = self.decoder.step(
+            self._embed(tokens, next_positions(index, tokens)), cache["layers"], index, Context()
+        )
         return self._logits(x), cache | {"layers": layers, "index": index + tokens.shape[1]}
 
     def _embed(self, tokens, positions=None):

@@ -131,7 +131,9 @@ class EncoderDecoder(nnx.Module):
         """Logits [b, s, v] after the next s tokens [b, s] (the very first is 0), and the cache with them."""
         index = cache["index"]
         context = Context(encoder_mask=cache["encoder_mask"])
-        x, layers = self.decoder.step(self._embed(tokens, next_positions(index, tokens)), cache["layers"], index, context)
+        x, layers = self.decoder.step(
+            self._embed(tokens, next_positions(index, tokens)), cache["layers"], index, context
+        )
         return self._logits(x), cache | {"layers": layers, "index": index + tokens.shape[1]}
 
     def _embed(self, tokens, positions=None):
