@@ -260,3 +260,22 @@ def call(spec, x_kv=None, weights=False, **around):
 def test_what_is_refused(make, text, unchecked_annotations):
     with pytest.raises(ValueError, match=f"^{text}"):
         make()
+
+
+@pytest.mark.parametrize(
+    "spec", [sj.Linformer(MAX_LENGTH, 3), sj.TokenMixing(MAX_LENGTH, hidden=8)], ids=lambda s: type(s).__name__
+)
+def test_segment_ids_may_be_any_numbers(spec):
+    """Also past the row's length, where counting up to it would lose them."""
+    tree = tree_of(spec, bias=False)
+    names = jnp.asarray([0, 7, 3, 900])  # 1 -> 7, 2 -> 3
+
+    def run(segments):
+        around = Surroundings(q_segments=segments, q_positions=jnp.asarray(POSITIONS), shared=tree["shared"])
+        return as_mixer(spec)(tree["own"], tree["x"], None, around)
+
+    expected = run(jnp.asarray(SEGMENTS))
+    assert np.any(expected)
+    real = SEGMENTS > 0
+    for ids in (names[SEGMENTS], jnp.asarray([0, 900, 1])[SEGMENTS]):
+        np.testing.assert_allclose(np.asarray(run(ids))[real], np.asarray(expected)[real], rtol=0, atol=1e-6)

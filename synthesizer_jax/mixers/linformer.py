@@ -112,14 +112,12 @@ class Linformer(Mixer):
         if k_segments is None:
             return function(*self._projected(params, tokens, k_positions, around.key_mask))
 
-        def of_segment(segment):
-            mask = k_segments == segment
-            mask = mask if around.key_mask is None else mask & around.key_mask
+        def of_segment(queries, keys):
+            mask = keys if around.key_mask is None else keys & around.key_mask
             own = function(*self._projected(params, tokens, k_positions, mask))
-            queries = around.q_segments == segment
             return jnp.where(jnp.expand_dims(queries, [i for i in range(1, own.ndim) if i != query_axis]), own, 0)
 
-        return each_segment(of_segment, around.q_segments, like)
+        return each_segment(of_segment, around.q_segments, k_segments, like)
 
     def _keys_of(self, x, x_kv, around):
         check_decoder(self, around)

@@ -61,12 +61,11 @@ class TokenMixing(Mixer):
             mixed = self._two_layers(params, _real(x, around.key_mask), positions, around.causal)
         else:
 
-            def of_segment(segment):
-                own = segments == segment
+            def of_segment(own, _):
                 tokens = _real(x, own if around.key_mask is None else own & around.key_mask)
                 return jnp.where(own[:, :, None], self._two_layers(params, tokens, positions, around.causal), 0)
 
-            mixed = each_segment(of_segment, segments, jax.ShapeDtypeStruct(x.shape, jnp.float32))
+            mixed = each_segment(of_segment, segments, segments, jax.ShapeDtypeStruct(x.shape, jnp.float32))
         return self._plus_bias(params, mixed, positions).astype(x.dtype)
 
     def weights(self, params, x, x_kv=None, around=Surroundings()):
