@@ -139,7 +139,9 @@ def test_transformer_xl(shared, case):
 
     def norm(x):
         x = x.astype(np.float64)
-        scaled = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)  # not 1e-6, as its README says
+        scaled = (x - x.mean(-1, keepdims=True)) / np.sqrt(
+            x.var(-1, keepdims=True) + 1e-5
+        )  # not 1e-6, as its README says
         return jnp.asarray(scaled * data["w.layer_norm.weight"] + data["w.layer_norm.bias"], jnp.float32)
 
     memory = norm(data["mems"]) if case == "mem" else None

@@ -48,7 +48,7 @@ def trainings(*folders):
     """The commands that train into these folders of runs/."""
     commands = [c for c in COMMANDS if c.startswith(OURS + "train")]
     assert len(commands) == 4
-    return [next(c for c in commands if f'MODEL_DIR=\'"runs/{folder}"\'' in c) for folder in folders]
+    return [next(c for c in commands if f"MODEL_DIR='\"runs/{folder}\"'" in c) for folder in folders]
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from synthesizer_jax.axes import EMBED, LAYERS, LENGTH, VOCAB, Param, contract, fan_in, normal
-from synthesizer_jax.models.config import ModelConfig
 from synthesizer_jax.mixers import Mixer
 from synthesizer_jax.mixers.mixer import Cache
+from synthesizer_jax.models.config import ModelConfig
 from synthesizer_jax.nn.attention import Attention, as_mixer
 from synthesizer_jax.nn.layers import MLP, Embedding, RMSNorm, dropout, values, variable, variables
 from synthesizer_jax.scores import Dims, DotProduct, RelativePositionBias, Spec
