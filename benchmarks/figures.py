@@ -19,6 +19,7 @@ from PIL import Image
 import synthesizer_jax as sj
 from synthesizer_jax import data
 from synthesizer_jax.analysis import attention_maps
+from synthesizer_jax.analysis.comparison import folder_name
 from synthesizer_jax.models import parameters
 from synthesizer_jax.training import checkpoint
 
@@ -76,7 +77,7 @@ def of_run(model_dir: pathlib.Path, folder: pathlib.Path) -> None:
     tokens = [words.id_to_piece(int(token)) for token in example[example > 0]]
     stages = {}
     for attention in (row["attention"] for row in comparison["rows"]):
-        config, *after = checkpoint.restore_params(str(model_dir / attention / "finetuning"))
+        config, *after = checkpoint.restore_params(str(model_dir / folder_name(attention) / "finetuning"))
         before = jax.jit(parameters.init, static_argnums=0)(config, jax.random.key(seed))
         stages[attention] = {
             stage: attention_maps.weights(parameters.bind(config, *arrays), batch)["encoder"]

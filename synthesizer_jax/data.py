@@ -277,6 +277,11 @@ def check_model(mixture_or_task: str | Provider, config: ModelConfig) -> None:
                 f"num_classes: {TARGETS!r} of {provider.name!r} is one of {labels} ids, the model has "
                 f"{config.num_classes} classes; a classifier's task has a vocabulary of its labels"
             )
+    elif output_vocabulary(provider).eos_id is None:
+        raise ValueError(
+            f"mixture_or_task_name: {TARGETS!r} of {provider.name!r} have no end-of-sequence id, as the labels of a "
+            f"classifier's task; {config.batch.kind} says sequences of tokens"
+        )
 
 
 def check_split(mixture_or_task: str | Provider, split: str) -> None:

@@ -23,6 +23,7 @@ from gin import config_parser
 
 from synthesizer_jax import annotations, mixers, models, scores, sharding
 from synthesizer_jax.configuration import Binding, Macro, Program, Reference, did_you_mean, near, parameters
+from synthesizer_jax.scores.base import subclasses
 from synthesizer_jax.training import optimizer
 
 
@@ -143,6 +144,7 @@ def make_plan(command: str, gin_files: Sequence[str], flags: Sequence[str], sear
     for flag in flags:
         reader.read_flag(flag)
     _register(command)
+    _register_users_own()
     examples = {name: example for name, (example, _) in MACROS.items()}
     program = Program(command, reader.bindings, _Registry(), set(COMMANDS) - {command}, examples)
     if program.faults:
@@ -357,6 +359,13 @@ def _register(command: str) -> None:
     every = {**signature.parameters, module.name: module}  # imported before the function is called
     arguments.__signature__ = inspect.Signature([p.replace(kind=keyword) for p in every.values()])
     gin.external_configurable(arguments, name=command, module="synthesizer_jax")
+
+
+def _register_users_own() -> None:
+    """Makes scores and mixers that imported modules define known to gin, unless they have done it themselves."""
+    for kind in subclasses(scores.Spec) + subclasses(mixers.Mixer):
+        if dataclasses.is_dataclass(kind) and _Registry().find(kind.__name__) is None:
+            gin.external_configurable(kind, module=kind.__module__)
 
 
 for _configurable in (model, mixers.synthesizer, *_SPECS, *_PRESETS, *_SETTINGS):

@@ -22,6 +22,7 @@ def before_training(arguments: Mapping[str, Any]) -> list[str]:
     """For `train`."""
     a = arguments
     _check_at_least("train_steps", a["train_steps"], 1)
+    checkpoint.check_folder(a["model_dir"])
     _check_writable("model_dir", a["model_dir"])
     mesh = (a["mesh"] or sharding.MeshShape()).build()
     sharding.check_batch_size(mesh, a["batch_size"])

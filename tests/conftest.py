@@ -38,3 +38,10 @@ def unchecked_annotations():
     jaxtyping_config.update("jaxtyping_disable", True)
     yield
     jaxtyping_config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs():
+    """Thousands of compiled programs would take gigabytes by the end of a run."""
+    yield
+    jax.clear_caches()

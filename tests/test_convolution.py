@@ -377,7 +377,7 @@ def test_notation_and_json(notation, spec):
 def test_notation_errors():
     with pytest.raises(ValueError, match=r"notation: 'LightConv' in 'LightConv' lacks width"):
         sj.synthesizer("LightConv", 512)
-    with pytest.raises(ValueError, match=r"LightweightConv in 'LightConv\[width=9\]\+V' makes no scores"):
+    with pytest.raises(ValueError, match=r"LightConv in 'LightConv\[width=9\]\+V' makes no scores"):
         sj.synthesizer("LightConv[width=9]+V", 512)
 
 

@@ -1,5 +1,6 @@
 """Every mixer as a layer against the slow reference, values and gradients, under every kind of mask; and on 8 devices."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import oracle
 import oracle_mixers
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from variants import MAX_LENGTH, MIXERS
@@ -279,3 +281,151 @@ def test_segment_ids_may_be_any_numbers(spec):
     real = SEGMENTS > 0
     for ids in (names[SEGMENTS], jnp.asarray([0, 900, 1])[SEGMENTS]):
         np.testing.assert_allclose(np.asarray(run(ids))[real], np.asarray(expected)[real], rtol=0, atol=1e-6)
+
+
+@parametrize_mixers
+def test_what_stands_in_the_padding_of_a_packed_row_is_irrelevant_be_it_nan(spec):
+    tree = tree_of(spec, bias=False)
+    padded = jnp.asarray(SEGMENTS == 0)[..., None]
+
+    def run(filling):
+        around = Surroundings(
+            q_segments=jnp.asarray(SEGMENTS), q_positions=jnp.asarray(POSITIONS), shared=tree["shared"]
+        )
+        return as_mixer(spec)(tree["own"], jnp.where(padded, filling, tree["x"]), None, around)
+
+    expected, found = np.asarray(run(1.0)), np.asarray(run(jnp.nan))
+    np.testing.assert_array_equal(found[SEGMENTS > 0], expected[SEGMENTS > 0])
+
+
+def test_keys_that_a_common_rule_forbids_may_be_nan():
+    values = jnp.ones((1, 3, 1, 2)).at[0, 2].set(jnp.nan)
+    allowed = jnp.array([[True, True, False]] * 3)
+    for path in ("auto", "xla"):
+        out = sj.attend(sj.Scores(bias=jnp.zeros((1, 1, 3, 3))), values, allowed=allowed, path=path)
+        np.testing.assert_array_equal(out, np.ones((1, 3, 1, 2)))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32, np.int16])
+@pytest.mark.parametrize(
+    "spec",
+    [sj.Toeplitz(200), sj.RelativePositionBias(), sj.Kernel(integration="lookup", positions="learned", max_length=200)],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_positions_of_any_whole_type_give_the_same(spec, dtype, unchecked_annotations):
+    """Differences of narrow or unsigned numbers wrap around."""
+    params = spec.init(jax.random.key(0), DIMS)
+    x = jnp.asarray(draw(spec, (1, LENGTH, DIMS.features), 0))
+    positions = jnp.asarray(np.arange(LENGTH), dtype)
+    found, expected = spec(params, x, x, positions, positions).logits(), spec(params, x, x).logits()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+@parametrize_mixers
+def test_steps_past_the_cache_give_nan_or_need_no_room(spec):
+    mixer = as_mixer(spec)
+    if mixer.decoder_error():
+        pytest.skip("does not decode")
+    tree = tree_of(spec, bias=False)
+    cache = mixer.init_cache(tree["own"], DIMS.features, BATCH, 3, jnp.float32)
+    inside, cache = mixer.step(tree["own"], tree["x"][:, :3], cache)
+    outside, cache = mixer.step(tree["own"], tree["x"][:, 3:4], cache)
+    assert np.all(np.isfinite(inside))
+    if "value" in cache:
+        assert np.all(np.isnan(outside))
+        with pytest.raises(ValueError, match="x: 4 tokens don't fit a cache for 3; give init_cache a larger length"):
+            mixer.step(tree["own"], tree["x"][:, :4], cache)
+    with pytest.raises(
+        ValueError, match="x: expected tokens like those of the cache, float32 with batch 2, got bfloat16"
+    ):
+        mixer.step(tree["own"], tree["x"][:, :1].astype(jnp.bfloat16), cache)
+    with pytest.raises(
+        ValueError, match="x: expected tokens like those of the cache, .* batch 1; make it with init_cache"
+    ):
+        mixer.step(tree["own"], tree["x"][:1, :1], cache)
+
+
+ONE_OF_EACH = [
+    sj.DotProduct(),
+    sj.Random(8),
+    sj.LightweightConv(3),
+    sj.DynamicConv(3),
+    sj.Linformer(8, 2),
+    sj.TokenMixing(8),
+]
+
+
+@pytest.mark.parametrize("spec", ONE_OF_EACH, ids=lambda spec: type(spec).__name__)
+@pytest.mark.parametrize(
+    "around,text",
+    [
+        ({"key_mask": jnp.ones((1, 4), jnp.int32)}, r"key_mask: expected booleans, .* of shape \(1, 4\), got int32"),
+        ({"key_mask": jnp.ones((1, 5), bool)}, r"key_mask: expected booleans, .* of shape \(1, 4\), got bool \(1, 5\)"),
+        ({"q_segments": jnp.ones((1, 1), jnp.int32)}, r"q_segments: expected whole numbers of shape \(1, 4\), got"),
+        (
+            {"q_segments": SEGMENTS_4, "q_positions": jnp.zeros((1,), jnp.int32)},
+            r"q_positions: expected shape \[4\] or \[b, 4\], a position for each token, got \(1,\)",
+        ),
+        (
+            {"q_segments": SEGMENTS_4, "q_positions": jnp.zeros((4,))},
+            "q_positions: expected an array of whole numbers, got float32",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_every_mixer(spec, around, text, unchecked_annotations):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        call(spec, **around)
+
+
+@pytest.mark.parametrize(
+    "make,text",
+    [
+        (lambda: call(sj.Linformer(8, 2), X + 1, q_segments=SEGMENTS_4, q_positions=SEGMENTS_4), "q_segments, k_segments: expected both"),
+        (lambda: call(sj.Linformer(8, 2), k_segments=SEGMENTS_4), "q_segments, k_segments: expected both or neither"),
+        (lambda: call(sj.DotProduct(), jnp.zeros((2, 4, 4))), r"x_kv: expected the batch and the features of x \(1, 4, 4\)"),
+        (lambda: call(sj.DotProduct(), memory=jnp.zeros((1, 2, 5))), "memory: expected the batch and the features of x"),
+        (lambda: call(sj.Random(8), memory=jnp.zeros((1, 5, 4)), causal=True), "memory: 5 tokens of memory and 4 of x are more than max_length=8"),
+        (lambda: call(sj.Linformer(8, 2, "layerwise"), shared={"E": jnp.ones((8, 3))}), r"shared: expected the projection E \(8, 2\)"),
+        (lambda: call(sj.DotProduct(), bias=jnp.ones((1, 1, 4, 4), bool)), "bias: expected numbers .* booleans .* go to mask"),
+        (lambda: call(sj.TokenMixing(8), k_segments=SEGMENTS_4), "k_segments: TokenMixing mixes one sequence with itself"),
+        (lambda: as_mixer(sj.DotProduct())({}, jnp.ones((1, 4, 4), jnp.int32)), "x: expected vectors of tokens, .* token ids go through"),
+        (lambda: as_mixer(sj.MultiHead(sj.DotProduct()), path="shared"), "path: expected 'auto' beside a mixer"),
+        (lambda: sj.MultiHead(sj.DotProduct(), path="fast"), "path: expected one of"),
+        (lambda: sj.Random(8, trained="no"), "trained: expected True or False, got 'no'"),
+        (lambda: sj.Random(8, init_std="a"), "init_std: expected a positive number, got 'a'"),
+        (lambda: sj.Toeplitz(8, init_std=None), "init_std: expected a positive number, got None"),
+        (lambda: sj.Dense(8, bias="False"), "bias: expected True or False, got 'False'"),
+        (lambda: sj.FactorizedDense(8, shared_hidden="no"), "shared_hidden: expected True or False, got 'no'"),
+        (lambda: sj.TokenMixing(8, bias="no"), "bias: expected True or False, got 'no'"),
+        (lambda: sj.Kernel(symmetric="no"), "symmetric: expected True or False, got 'no'"),
+        (lambda: sj.Kernel(positions="learned", max_length=8), "positions: 'learned' has no effect without an integration"),
+        (lambda: sj.DotProduct(scale=True), "scale: expected a finite number or None, got True"),
+        (lambda: sj.Mixture(sj.Random(8)), r"parts: expected a tuple of scores such as \(Random"),
+        (lambda: sj.RelativePositionBias(bidirectional="no"), "bidirectional: expected True or False, got 'no'"),
+        (lambda: sj.synthesizer("lightconv", 8), "notation: 'lightconv' .* did you mean LightConv"),
+        (lambda: sj.synthesizer("LightConv[width=9", 8), "notation: .* a bracket is not closed"),
+        (lambda: sj.synthesizer("R+LightConv", 8), "notation: LightConv in .* makes no scores that could be summed"),
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused(make, text, unchecked_annotations):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        make()
+
+
+@dataclasses.dataclass(frozen=True)
+class Nearest(sj.Spec):
+    """A user's own scores, without a name for its parameters."""
+
+    def params(self, dims):
+        return {}
+
+    def score(self, params, x_q, keys, k_length, q_positions=None, k_positions=None):
+        distance = jnp.arange(x_q.shape[1])[:, None] - jnp.arange(k_length)
+        return sj.Scores(bias=-jnp.abs(distance).astype(jnp.float32)[None, None])
+
+
+def test_scores_of_the_users_own_are_known_by_their_class():
+    assert sj.synthesizer("Nearest+V", 8) == sj.Mixture((Nearest(), sj.DotProduct()))
+    assert sj.Mixture((Nearest(), sj.DotProduct())).part_names() == ("nearest", "dot_product")
+    layer = nnx.eval_shape(lambda: sj.Attention(sj.synthesizer("Nearest+V", 8), 4, 2, 2, rngs=nnx.Rngs(0)))
+    assert set(layer.scores) == {"dot_product", "alpha"}

@@ -354,7 +354,7 @@ def test_wrong_values_are_refused(make, text):
         (lambda: sj.Kernel(integration="sum"), "integration: expected one of .*'direct_sum'.*got 'sum'"),
         (lambda: sj.Kernel(positions="rope"), "positions: expected one of .*'sinusoidal'.*got 'rope'"),
         (
-            lambda: sj.Kernel(positions="learned"),
+            lambda: sj.Kernel(positions="learned", integration="lookup"),
             "max_length: expected the number of positions that are learned, got None",
         ),
         (lambda: sj.Kernel(integration="direct_sum", positions="t5"), "positions: 't5' knows distances alone"),

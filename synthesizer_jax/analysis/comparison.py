@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -81,7 +82,7 @@ def compare(
         spec = synthesizer(attention, max_length)
         config = dataclasses.replace(model, encoder_attention=spec, decoder_attention=spec)
         print(f"--- {attention}: {parameters.count_parameters(config):,} parameters", flush=True)
-        run = _Run(config, batch_size, random_seed, folder / attention)
+        run = _Run(config, batch_size, random_seed, folder / folder_name(attention))
         rows.append(run.row(attention, pretraining, finetuning))
         maps[attention] = run.maps(finetuning)
     text = as_markdown(rows)
@@ -109,6 +110,11 @@ def compare(
         picture.savefig(file)
     print(f"\n{text}\n{minutes:.1f} minutes. Written to {folder}: comparison.md, comparison.json, attention.png")
     return rows
+
+
+def folder_name(attention: str) -> str:
+    """The notation without what has a meaning in patterns of file names, which Orbax would look for."""
+    return re.sub(r"[^\w+.=,-]", "_", attention)
 
 
 @dataclasses.dataclass(frozen=True)

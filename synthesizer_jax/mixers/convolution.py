@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.axes import EMBED, HEADS, Param, fan_in, normal, zeros
-from synthesizer_jax.mixers.mixer import Mixer, Surroundings, check_plain
+from synthesizer_jax.mixers.mixer import Mixer, Surroundings, check_plain, check_step, checked
 from synthesizer_jax.ops.convolution import band, convolve, convolve_normalised, drop_taps, exclude, inside
 from synthesizer_jax.scores.base import Dims, check_positive
 
@@ -35,7 +35,9 @@ class Convolution(Mixer):
     # separable convolution of Mesh TensorFlow, which the T5-scale comparison ran. Adds parameters, not expressiveness.
     separable: bool = False
     softmax: bool = True  # over the taps of a kernel; False: kernels as they are
-    renormalize: bool = False  # at the ends of a row (and segment), softmax over the taps inside it alone
+    # At the ends of a row (and segment), softmax over the taps inside it alone. Padding (key_mask) is inside the row, as in
+    # fairseq: pack, or cut the rows, where an example is to give the same beside padding as alone.
+    renormalize: bool = False
 
     def __post_init__(self):
         widths = self.width if isinstance(self.width, tuple) else (self.width,)
@@ -93,7 +95,7 @@ class Convolution(Mixer):
         """Convolution of u with the softmax of these logits, over the taps `within` (None: all), with DropConnect."""
 
     def __call__(self, params, x, x_kv=None, around=Surroundings()):
-        self._check(x_kv, around)
+        around = self._checked(x, x_kv, around)
         u = self._inputs(params, x, around)
         within = self._within(x.shape[1], around)
         logits = self._renormalized(self._logits(params, u), within)
@@ -101,7 +103,7 @@ class Convolution(Mixer):
 
     def weights(self, params, x, x_kv=None, around=Surroundings()):
         """The kernels as bands of a matrix, [b, h, q, k] in float32. Where taps leave the row, rows don't sum to 1."""
-        self._check(x_kv, around)
+        around = self._checked(x, x_kv, around)
         within = self._within(x.shape[1], around)
         logits = self._renormalized(self._logits(params, self._inputs(params, x, around)), within).astype(jnp.float32)
         kernels = jax.nn.softmax(logits, axis=0) if self.softmax else logits
@@ -118,11 +120,13 @@ class Convolution(Mixer):
         return {"inputs": inputs, "index": jnp.zeros((), jnp.int32)}
 
     def step(self, params, x, cache, around=Surroundings()):
-        self._check(None, around)
+        check_plain(self, None, around)
+        check_step(x, cache["inputs"])
         index, before, steps = cache["index"], self._width() - 1, x.shape[1]
         mask = around.key_mask
         if mask is not None:
-            mask = jax.lax.dynamic_slice_in_dim(mask, index, steps, axis=1)
+            # Of tokens behind its end a mask says that they are padding.
+            mask = jnp.take(mask, index + jnp.arange(steps), axis=1, mode="fill", fill_value=False)
         new = self._inputs(params, x, Surroundings(key_mask=mask))
         u = jnp.concatenate([cache["inputs"], new], axis=1)
         within = inside(u.shape[1], self._width(), True, before=index - before) if self.renormalize else None
@@ -154,12 +158,13 @@ class Convolution(Mixer):
                 f"use heads that divide them, such as heads={_divisor(dims.features, self._heads(dims))}"
             )
 
-    def _check(self, x_kv, around):
+    def _checked(self, x, x_kv, around):
         check_plain(self, x_kv, around)
         if around.k_segments is not None:
             raise ValueError(
                 f"k_segments: {type(self).__name__} mixes one sequence with itself; give its segments as q_segments"
             )
+        return checked(x, x_kv, around)
 
     def _within(self, length, around):
         """Taps that count: all where zeros outside the row are the same."""

@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.axes import EMBED, HEADS, KV, RANK, SYNTH_KEY, Param, contract, fan_in, normal
-from synthesizer_jax.mixers.mixer import Mixer, Surroundings, check_decoder, check_plain, check_positions, is_own
+from synthesizer_jax.mixers.mixer import (
+    Mixer,
+    Surroundings,
+    check_decoder,
+    check_plain,
+    check_positions,
+    checked,
+    is_own,
+)
 from synthesizer_jax.ops.attend import attend, attention_weights
 from synthesizer_jax.ops.segments import each_segment
 from synthesizer_jax.scores.base import Dims, Scores, check_positive, check_reach, project, take_positions
@@ -58,6 +66,7 @@ class Linformer(Mixer):
         return Param((self.max_length, self.rank), (SYNTH_KEY, RANK), init)
 
     def __call__(self, params, x, x_kv=None, around=Surroundings()):
+        around = self._checked(x, x_kv, around)
         query = project(x, params["query"])
 
         def attended(keys, values, _):
@@ -68,6 +77,7 @@ class Linformer(Mixer):
 
     def weights(self, params, x, x_kv=None, around=Surroundings()):
         """softmax(...) F^T: what each token's value counts for, [b, h, q, k] in float32. Rows don't sum to 1."""
+        around = self._checked(x, x_kv, around)
         query = project(x, params["query"])
         b, q, h, d = query.shape
         k_length = x.shape[1] if x_kv is None else x_kv.shape[1]
@@ -103,12 +113,8 @@ class Linformer(Mixer):
     def _over_segments(self, function, params, x, x_kv, around, like, query_axis=1):
         """function(keys, values, F) of the projected tokens; in packed rows the sum over segments, each by itself."""
         tokens, k_positions, k_segments = self._keys_of(x, x_kv, around)
-        if self.sharing == "layerwise" and "E" not in around.shared:
-            raise ValueError(
-                "shared: expected the projection E that the layers of a stack share, got none; give a layer that stands "
-                'alone shared={"E": array of [max_length, rank]}, or use sharing="key-value"'
-            )
-        params = {**params, **around.shared}
+        if self.sharing == "layerwise":
+            params = {**params, "E": around.shared["E"]}
         if k_segments is None:
             return function(*self._projected(params, tokens, k_positions, around.key_mask))
 
@@ -119,10 +125,21 @@ class Linformer(Mixer):
 
         return each_segment(of_segment, around.q_segments, k_segments, like)
 
-    def _keys_of(self, x, x_kv, around):
+    def _checked(self, x, x_kv, around):
         check_decoder(self, around)
         check_plain(self, x_kv, around)
+        around = checked(x, x_kv, around)
         check_positions(self, around, "Linformer")
+        projection, shape = around.shared.get("E"), (self.max_length, self.rank)
+        if self.sharing == "layerwise" and (projection is None or projection.shape != shape):
+            raise ValueError(
+                f"shared: expected the projection E {shape} that the layers of a stack share, got "
+                f"{'none' if projection is None else projection.shape}; give a layer that stands alone "
+                f'shared={{"E": array of {shape}}}, or use sharing="key-value"'
+            )
+        return around
+
+    def _keys_of(self, x, x_kv, around):
         if is_own(x, x_kv):
             k_positions = around.q_positions if around.k_positions is None else around.k_positions
             k_segments = around.q_segments if around.k_segments is None else around.k_segments

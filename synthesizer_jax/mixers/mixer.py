@@ -10,10 +10,11 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from synthesizer_jax.ops.attend import Dropout
-from synthesizer_jax.scores.base import Dims, Parameters
+from synthesizer_jax.scores.base import Dims, Parameters, as_positions, check_positive
 
 Cache = dict[str, Any]  # a pytree of arrays with constant shapes
 
@@ -130,8 +131,72 @@ class Mixer(abc.ABC):
         return None
 
 
+def checked(x: Array, x_kv: Array | None, around: Surroundings) -> Surroundings:
+    """`around`, its positions as int32, after a check that all of it fits x [b, q, e] and x_kv [b, k, e]."""
+    _check_tokens("x", x)
+    own = is_own(x, x_kv)
+    for name, other in (("x_kv", None if own else x_kv), ("memory", around.memory)):
+        if other is not None:
+            _check_tokens(name, other)
+            if (other.shape[0], other.shape[2]) != (x.shape[0], x.shape[2]):
+                raise ValueError(
+                    f"{name}: expected the batch and the features of x {x.shape}, [{x.shape[0]}, _, {x.shape[2]}], got "
+                    f"{other.shape}"
+                )
+    b, q = x.shape[:2]
+    k = q if own else x_kv.shape[1]
+    earlier = 0 if around.memory is None else around.memory.shape[1]
+    _check_array("key_mask", around.key_mask, (b, earlier + k), jnp.bool_, "booleans, True = may be attended to,")
+    _check_array("q_segments", around.q_segments, (b, q), jnp.integer, "whole numbers")
+    _check_array("k_segments", around.k_segments, (b, k), jnp.integer, "whole numbers")
+    if (
+        around.q_segments is None
+        and around.k_segments is not None
+        or (around.q_segments is not None and around.k_segments is None and not own)
+    ):
+        raise ValueError(
+            "q_segments, k_segments: expected both or neither; in self-attention q_segments alone says both"
+        )
+    return dataclasses.replace(
+        around,
+        q_positions=as_positions("q_positions", around.q_positions, q),
+        k_positions=as_positions("k_positions", around.k_positions, k),
+    )
+
+
+def _check_tokens(name, x):
+    if x.ndim != 3 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"{name}: expected vectors of tokens, [b, length, e] in a floating type, got {x.dtype} {x.shape}; token ids "
+            "go through an embedding first"
+        )
+
+
+def _check_array(name, array, shape, kind, what):
+    if array is not None and (array.shape != shape or not jnp.issubdtype(array.dtype, kind)):
+        raise ValueError(f"{name}: expected {what} of shape {shape}, got {array.dtype} {array.shape}")
+
+
+def check_step(x: Array, held: Array, length: int | None = None) -> None:
+    """Refuse tokens x [b, s, e] that don't fit an array of the cache [b, ...]: other rows, dtype, or more than length."""
+    _check_tokens("x", x)
+    if x.shape[0] != held.shape[0] or x.dtype != held.dtype:
+        raise ValueError(
+            f"x: expected tokens like those of the cache, {held.dtype} with batch {held.shape[0]}, got {x.dtype} with "
+            f"batch {x.shape[0]}; make it with init_cache(batch, length, dtype)"
+        )
+    if length is not None and x.shape[1] > length:
+        raise ValueError(f"x: {x.shape[1]} tokens don't fit a cache for {length}; give init_cache a larger length")
+
+
+def within_cache(y: Array, index: Array, length: int) -> Array:
+    """Outputs [b, s, e] of the tokens from slot `index` on; NaN where they pass the cache's length and overwrote its end."""
+    return jnp.where(index + y.shape[1] <= length, y, jnp.nan)
+
+
 def check_cache_length(mixer: Mixer, length: int) -> None:
     """Refuse to decode past the maximum length."""
+    check_positive("length", length)
     longest = mixer.longest()
     if longest is not None and length > longest:
         raise ValueError(

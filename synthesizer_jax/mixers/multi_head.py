@@ -1,13 +1,24 @@
 """Multi-head attention over any scores, as a mixer."""
 
 import dataclasses
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from synthesizer_jax.axes import EMBED, HEADS, KV, Param, fan_in
-from synthesizer_jax.mixers.mixer import Cache, Mixer, Surroundings, check_cache_length, check_positions, is_own
+from synthesizer_jax.mixers.mixer import (
+    Cache,
+    Mixer,
+    Surroundings,
+    check_cache_length,
+    check_positions,
+    check_step,
+    checked,
+    is_own,
+    within_cache,
+)
 from synthesizer_jax.ops.attend import Path, attend, attention_weights
 from synthesizer_jax.scores.base import Dims, Parameters, Spec, check_positive, project
 
@@ -49,6 +60,8 @@ class MultiHead(Mixer):
     path: Path = "auto"  # the algorithm, see ops/attend.py
 
     def __post_init__(self):
+        if self.path not in get_args(Path):
+            raise ValueError(f"path: expected one of {get_args(Path)}, got {self.path!r}")
         if not isinstance(self.scores, Spec):
             raise ValueError(f"scores: expected scores such as Random(512) or DotProduct(), got {self.scores!r}")
         if not isinstance(self.keys, Sparse | None):
@@ -81,6 +94,7 @@ class MultiHead(Mixer):
 
     def step(self, params, x, cache, around=Surroundings()):
         index = cache["index"]
+        check_step(x, cache["value"], cache["value"].shape[1])
         positions = index + jnp.arange(x.shape[1])
         cached = jax.tree.map(
             lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, index, axis=1),
@@ -100,7 +114,8 @@ class MultiHead(Mixer):
             bias=around.bias,
             path=self.path,
         )
-        return _merge_heads(params, heads), cached | {"index": index + x.shape[1]}
+        y = within_cache(_merge_heads(params, heads), index, k_length)
+        return y, cached | {"index": index + x.shape[1]}
 
     def cross_cache(self, params: Parameters, x_kv: Float[Array, "b k e"]) -> Cache:
         """What attention to x_kv [b, k, e] needs of it at each step of `cross_step`."""
@@ -145,6 +160,7 @@ class MultiHead(Mixer):
 
     def _seen(self, x, x_kv, around):
         """Keys with their positions and masks: those of x itself, of a memory and x, or of another sequence."""
+        around = checked(x, x_kv, around)
         check_positions(self, around, type(self.scores).__name__)
         if around.memory is not None:
             return self._with_memory(x, x_kv, around)
@@ -167,6 +183,11 @@ class MultiHead(Mixer):
                 f"positions, got {', '.join(given) or 'x_kv'}"
             )
         m, q = around.memory.shape[1], x.shape[1]
+        if self.longest() is not None and m + q > self.longest():
+            raise ValueError(
+                f"memory: {m} tokens of memory and {q} of x are more than max_length={self.longest()} of the scores; keep "
+                "less memory, or build the scores with a larger max_length"
+            )
         both = jnp.concatenate([around.memory.astype(x.dtype), x], axis=1)
         return _Seen(both, around, m + jnp.arange(q), None, None, m, q)
 

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import difflib
 import re
 from typing import get_args
 
@@ -9,12 +10,13 @@ from synthesizer_jax import scores
 from synthesizer_jax.mixers.convolution import DynamicConv, LightweightConv
 from synthesizer_jax.mixers.linformer import Linformer
 from synthesizer_jax.mixers.mixer import Mixer
+from synthesizer_jax.mixers.multi_head import MultiHead
 from synthesizer_jax.mixers.token_mixing import TokenMixing
 from synthesizer_jax.scores import Dense, DotProduct, FactorizedDense, FactorizedRandom, Mixture, Random, Spec
-from synthesizer_jax.scores.base import check_positive
+from synthesizer_jax.scores.base import check_positive, subclasses
 from synthesizer_jax.scores.mixture import Weights
 
-# Scores, which can be summed: the paper's letters, and all by the names of their classes.
+# Scores, which can be summed: the paper's letters, and all by the names of their classes. Users' own are found when asked.
 _SCORES = {
     "V": (DotProduct, {}),
     "R": (Random, {}),
@@ -36,7 +38,13 @@ _MIXERS: dict[str, tuple[type, dict]] = {
     "Linformer": (Linformer, {}),
     "TokenMixing": (TokenMixing, {}),
 }
-_LETTERS = _SCORES | _MIXERS
+
+
+def _kinds() -> dict[str, tuple[type, dict]]:
+    users = [kind for kind in subclasses(Spec) + subclasses(Mixer) if dataclasses.is_dataclass(kind)]
+    return {kind.__name__: (kind, {}) for kind in users if kind not in (Mixture, MultiHead)} | _SCORES | _MIXERS
+
+
 _PART = re.compile(r"\s*(?P<letter>\w+)\s*(\[(?P<options>[^\[\]]*)\])?\s*")
 
 
@@ -61,22 +69,32 @@ def synthesizer(
     check_positive("max_length", max_length)
     if not isinstance(notation, str):
         raise ValueError(f'notation: expected text such as "R+V" or scores such as Random(512), got {notation!r}')
-    parts = tuple(_part(text, notation, max_length) for text in _split_sum(notation))
+    texts = _split_sum(notation)
+    if len(texts) > 1:
+        _check_sum(notation, texts)
+    parts = tuple(_part(text, notation, max_length) for text in texts)
     if len(parts) > 1:
-        _check_sum(notation, parts)
         return Mixture(parts, weights=weights, per_head=per_head, share_query=share_query)
     if (weights, per_head, share_query) != (get_args(Weights)[0], True, False):
         raise ValueError(f"weights, per_head, share_query: {notation!r} is no mixture and has none of these options")
     return parts[0]
 
 
-def _check_sum(notation, parts):
-    wrong = [type(part).__name__ for part in parts if not isinstance(part, Spec)]
+def _check_sum(notation, texts):
+    letters = [match["letter"] for match in map(_PART.fullmatch, texts) if match]
+    wrong = [letter for letter in letters if letter in _kinds() and not issubclass(_kinds()[letter][0], Spec)]
     if wrong:
         raise ValueError(
             f"notation: {' and '.join(wrong)} in {notation!r} makes no scores that could be summed; expected a sum of "
             f"{', '.join(_SCORES)}"
         )
+
+
+def _near(text, kinds):
+    folded = {name.lower(): name for name in kinds}
+    near = difflib.get_close_matches(re.split(r"[\s\[]", text.strip().lower())[0], folded, n=2)
+    hint = f"; did you mean {' or '.join(folded[name] for name in near)}?" if near else ""
+    return hint + ("; a bracket is not closed" if text.count("[") > text.count("]") else "")
 
 
 def _split_sum(notation):
@@ -86,12 +104,14 @@ def _split_sum(notation):
 
 def _part(text, notation, max_length):
     match = _PART.fullmatch(text)
-    if not match or match["letter"] not in _LETTERS:
+    kinds = _kinds()
+    if not match or match["letter"] not in kinds:
         raise ValueError(
             f"notation: {text.strip()!r} in {notation!r} is not understood; expected a sum of {', '.join(_SCORES)}, "
             f'with options in brackets, such as "R+V" or "FR[rank=16]+V"; or one of {", ".join(_MIXERS)}'
+            f"{_near(text, kinds)}"
         )
-    kind, fixed = _LETTERS[match["letter"]]
+    kind, fixed = kinds[match["letter"]]
     known = [field for field in dataclasses.fields(kind) if field.name not in fixed]
     options = _options(match["options"], text, notation)
     if any(field.name == "max_length" for field in known):
@@ -117,5 +137,5 @@ def _options(text, part, notation):
     except (ValueError, SyntaxError) as error:
         raise ValueError(
             f"notation: option {text!r} of {part.strip()!r} in {notation!r} is not understood; "
-            "expected name=value, such as rank=16 or bias=False"
+            "expected name=value, such as rank=16, bias=False or kernel='rbf', text in quotes"
         ) from error

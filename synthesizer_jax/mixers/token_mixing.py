@@ -6,10 +6,19 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.axes import SYNTH_KEY, SYNTH_QUERY, Param, contract, fan_in, zeros
-from synthesizer_jax.mixers.mixer import Mixer, Surroundings, check_cache_length, check_plain, check_positions
+from synthesizer_jax.mixers.mixer import (
+    Mixer,
+    Surroundings,
+    check_cache_length,
+    check_plain,
+    check_positions,
+    check_step,
+    checked,
+    within_cache,
+)
 from synthesizer_jax.ops.attend import drop_keys
 from synthesizer_jax.ops.segments import each_segment
-from synthesizer_jax.scores.base import Dims, check_positive, check_reach, take_positions
+from synthesizer_jax.scores.base import Dims, check_flag, check_positive, check_reach, take_positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +45,8 @@ class TokenMixing(Mixer):
         check_positive("max_length", self.max_length)
         if self.hidden is not None:
             check_positive("hidden", self.hidden)
+        check_flag("bias", self.bias)
+        check_flag("approximate_gelu", self.approximate_gelu)
 
     def params(self, dims: Dims):
         n, m = self.max_length, self.hidden
@@ -50,13 +61,14 @@ class TokenMixing(Mixer):
         return weights | (biases if self.bias else {})
 
     def __call__(self, params, x, x_kv=None, around=Surroundings()):
-        self._check(x, x_kv, around)
+        around = self._checked(x, x_kv, around)
         if around.dropout is not None:
             x = drop_keys(x[:, :, None], around.dropout)[:, :, 0]  # whole tokens, as in attention
         positions, segments = around.q_positions, around.q_segments
         if self.hidden is None:
             matrix = self._matrix(params, x.shape[1], around).astype(x.dtype)
-            mixed = contract("bqk,bke->bqe" if matrix.ndim == 3 else "qk,bke->bqe", matrix, _real(x, around.key_mask))
+            tokens = _real(_real(x, around.key_mask), None if segments is None else segments > 0)
+            mixed = contract("bqk,bke->bqe" if matrix.ndim == 3 else "qk,bke->bqe", matrix, tokens)
         elif segments is None:
             mixed = self._two_layers(params, _real(x, around.key_mask), positions, around.causal)
         else:
@@ -75,7 +87,7 @@ class TokenMixing(Mixer):
                 f"hidden: token mixing through {self.hidden} hidden units is not linear and has no weights to look at; "
                 "TokenMixing(hidden=None) has"
             )
-        self._check(x, x_kv, around)
+        around = self._checked(x, x_kv, around)
         matrix = self._matrix(params, x.shape[1], around)
         matrix = jnp.broadcast_to(matrix, (x.shape[0], *matrix.shape[-2:]))
         return _real(matrix, around.key_mask, axis=2)[:, None]
@@ -91,6 +103,8 @@ class TokenMixing(Mixer):
 
     def step(self, params, x, cache, around=Surroundings()):
         index, length = cache["index"], cache["value"].shape[1]
+        check_plain(self, None, around)
+        check_step(x, cache["value"], length)
         rows = index + jnp.arange(x.shape[1])
         cache = cache | {"value": jax.lax.dynamic_update_slice_in_dim(cache["value"], x, index, axis=1)}
         tokens = _real(cache["value"], around.key_mask)
@@ -104,7 +118,8 @@ class TokenMixing(Mixer):
             cache["hidden"] = jax.lax.dynamic_update_slice_in_dim(cache["hidden"], hidden, start, axis=1)
             size = cache["hidden"].shape[1]
             mixed = self._second(params["W2"][:size, rows], cache["hidden"], jnp.arange(size), rows)
-        return self._plus_bias(params, mixed, rows).astype(x.dtype), cache | {"index": index + x.shape[1]}
+        y = within_cache(self._plus_bias(params, mixed, rows).astype(x.dtype), index, length)
+        return y, cache | {"index": index + x.shape[1]}
 
     def cross_attention_error(self):
         return (
@@ -129,14 +144,19 @@ class TokenMixing(Mixer):
     def longest(self):
         return self.max_length
 
-    def _check(self, x, x_kv, around):
+    def _checked(self, x, x_kv, around):
         if around.causal and self.decoder_error():
             raise ValueError(f"causal: {self.decoder_error()}")
         check_plain(self, x_kv, around)
+        for name in ("k_segments", "k_positions"):
+            if getattr(around, name) is not None:
+                raise ValueError(f"{name}: TokenMixing mixes one sequence with itself; give q{name[1:]} alone")
+        around = checked(x, x_kv, around)
         check_positions(self, around, "TokenMixing")
         check_reach(
             type(self).__name__, self.max_length, x.shape[1], x.shape[1], around.q_positions, around.q_positions
         )
+        return around
 
     def _units(self):
         """Hidden units of each token, in decoders."""

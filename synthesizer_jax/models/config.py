@@ -13,7 +13,7 @@ from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, ENCODER_
 from synthesizer_jax.nn.attention import as_mixer, check_rate
 from synthesizer_jax.nn.layers import Activation
 from synthesizer_jax.scores import DotProduct, Spec
-from synthesizer_jax.scores.base import check_positive
+from synthesizer_jax.scores.base import check_positive, subclasses
 
 Remat = Literal["none", "full", "dots"]
 DType = Literal["float32", "bfloat16"]
@@ -160,7 +160,10 @@ def check_mixer(name: str, mixer: Any, layers: int, scan: bool, causal: bool = F
             "set scan_layers=False"
         )
     if causal and mixer.decoder_error():
-        raise ValueError(f"{name}: {mixer.decoder_error()}")
+        raise ValueError(
+            f"{name}: {mixer.decoder_error()}; encoder_attention and decoder_attention may differ, in gin as in "
+            "attention/Linformer_encoder.gin"
+        )
 
 
 def _check_choice(name, value, choices, why=""):
@@ -397,14 +400,10 @@ def _kind_of(name: str) -> type:
     ours = getattr(scores, name, getattr(mixers, name, None))
     if isinstance(ours, type) and issubclass(ours, Spec | Mixer | Sparse):
         return ours
-    found = [kind for kind in _subclasses(Spec) + _subclasses(Mixer) if kind.__name__ == name]
+    found = [kind for kind in subclasses(Spec) + subclasses(Mixer) if kind.__name__ == name]
     if len(found) != 1:
         several = f"; there are several: {', '.join(kind.__module__ for kind in found)}" if found else ""
         raise ValueError(
-            f"model configuration: unknown kind of scores {name!r}{several or '; import the module that defines it first'}"
+            f"model configuration: unknown kind of scores {name!r}{several or '; import the module that defines it first; on the command line by a --gin_file with the line: import my_module'}"
         )
     return found[0]
-
-
-def _subclasses(kind: type) -> list[type]:
-    return [found for child in kind.__subclasses__() for found in (child, *_subclasses(child))]

@@ -82,6 +82,7 @@ class Attention(nnx.Module):
             shared=shared or {},
             dropout=None if dropout_key is None else Dropout(self.dropout_rate, dropout_key),
         )
+        self._check_features(x)
         with jax.named_scope("self_attention" if is_own(x, x_kv) else "cross_attention"):
             return self.mixer(self._params(), x, x_kv, around)
 
@@ -117,6 +118,7 @@ class Attention(nnx.Module):
             memory=memory,
             shared=shared or {},
         )
+        self._check_features(x)
         return self.mixer.weights(self._params(), x, x_kv, around)
 
     def init_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike = jnp.float32) -> Cache:
@@ -134,8 +136,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "b s e"], Cache]:
         """Causal self-attention of the next s tokens x [b, s, e]; returns their outputs and the cache with them.
 
-        key_mask and bias span the cache's length. Steps past that length are the caller's to avoid: they overwrite its
-        end.
+        key_mask and bias span the cache's length. Steps past that length give NaN.
         """
         return self.mixer.step(
             self._params(), x, cache, Surroundings(key_mask=key_mask, bias=bias, shared=shared or {})
@@ -153,8 +154,13 @@ class Attention(nnx.Module):
 
     def _attention(self):
         if not isinstance(self.mixer, MultiHead):
-            raise ValueError(f"x_kv: {self.mixer.cross_attention_error()}")
+            why = self.mixer.cross_attention_error() or f"{type(self.mixer).__name__} keeps nothing of another sequence"
+            raise ValueError(f"x_kv: {why}")
         return self.mixer
+
+    def _check_features(self, x):
+        if x.ndim != 3 or x.shape[-1] != self.dims.features:
+            raise ValueError(f"x: expected vectors of tokens [b, q, e] with e = {self.dims.features}, got {x.shape}")
 
     def _params(self):
         held = {name: getattr(self, name) for name in self.mixer.params(self.dims)}
@@ -165,6 +171,10 @@ def as_mixer(scores: Spec | Mixer, path: Path = "auto") -> Mixer:
     """Scores as multi-head attention over them; a mixer as it is."""
     if isinstance(scores, Spec):
         return MultiHead(scores, path=path)
+    if path != "auto":
+        raise ValueError(
+            f"path: expected 'auto' beside a mixer that is built, got {path!r}; say it in MultiHead(..., path=)"
+        )
     if not isinstance(scores, Mixer):
         raise ValueError(
             f'scores: expected scores such as Random(512) or synthesizer("R+V", max_length=512), or a mixer such as '
@@ -175,5 +185,5 @@ def as_mixer(scores: Spec | Mixer, path: Path = "auto") -> Mixer:
 
 def check_rate(name: str, rate: float) -> None:
     """Refuse a dropout rate outside [0, 1)."""
-    if not 0 <= rate < 1:
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
         raise ValueError(f"{name}: expected a rate from 0 to below 1, got {rate!r}")

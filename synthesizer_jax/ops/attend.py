@@ -78,8 +78,7 @@ def attend(
 
     Raises ValueError for shapes that don't fit and for a path that can't serve the scores.
     """
-    if bias is not None:
-        scores = scores + Scores(bias=bias.astype(jnp.float32))
+    scores = _plus(scores, bias)
     masks = _Masks(key_mask, causal, q_offset, q_segments, k_segments, allowed, mask)
     _check(scores, values, masks, path)
     if dropout is not None and dropout.rate > 0:
@@ -93,11 +92,12 @@ def attend(
         )
     if shared and path != "xla":
         common = masks.common(scores, values.shape[1])
-        values = values if mask is None else _seen(values, common)
+        values = values if mask is None and allowed is None else _seen(values, common)
         table = jnp.broadcast_to(scores.bias[0], (values.shape[2], masks.q_length(scores), values.shape[1]))
         return _shared_softmax(table, values, key_mask, None if common is None else common[0])
-    weights, allowed, has_key = _weights(scores, values.shape[1], masks)
-    values = _masked(values, key_mask) if mask is None else _seen(values, allowed)
+    weights, may_attend, has_key = _weights(scores, values.shape[1], masks)
+    values = _masked(_masked(values, key_mask), None if k_segments is None else k_segments > 0)
+    values = values if mask is None and allowed is None else _seen(values, may_attend)
     weights = weights.astype(values.dtype)
     if weights.shape[0] == 1:
         out = contract("hqk,bkhd->bqhd", weights[0], values)
@@ -122,13 +122,23 @@ def attention_weights(
     bias: Float[Array, "_b _h _q k"] | None = None,
 ) -> Float[Array, "b h q k"]:
     """The normalised weights [b, h, q, k] in float32 that `attend` would apply to the values: for looking at."""
-    if bias is not None:
-        scores = scores + Scores(bias=bias.astype(jnp.float32))
+    scores = _plus(scores, bias)
     masks = _Masks(key_mask, causal, q_offset, q_segments, k_segments, allowed, mask)
     weights, _, has_key = _weights(scores, k_length, masks)
     if has_key is not None:
         weights = jnp.where(has_key, weights, 0)
     return jnp.broadcast_to(weights, (batch, *weights.shape[1:]))
+
+
+def _plus(scores, bias):
+    if bias is None:
+        return scores
+    if bias.ndim != 4 or not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise ValueError(
+            f"bias: expected numbers [b|1, h|1, q|1, k] that are added to the scores, got {bias.dtype} {bias.shape}; "
+            "booleans that say who may attend go to mask"
+        )
+    return scores + Scores(bias=bias.astype(jnp.float32))
 
 
 class _Masks(NamedTuple):

@@ -38,9 +38,6 @@ _BLOCK = 128
 # Channels of a head from which on `blocks` is used: the band's pieces then hold at most (128 + w) / 32 numbers a channel.
 _WIDE_HEAD = 32
 
-# A logit whose softmax is 0 beside any other; finite in bfloat16 too, where float32's smallest number rounds to -inf.
-_EXCLUDED = -1e30
-
 
 def taps_before(width: int, causal: bool) -> int:
     """How many taps lie before the token itself."""
@@ -69,7 +66,8 @@ def inside(
 
 def exclude(logits: Float[Array, "w _b _q h"], within: Bool[Array, "w _b _q"]) -> Float[Array, "w _b _q h"]:
     """Logits whose softmax over the taps is that over the taps `within` alone."""
-    return jnp.where(within[..., None], logits, jnp.asarray(_EXCLUDED, logits.dtype))
+    excluded = jnp.finfo(logits.dtype).min / 2  # finite, and its softmax is 0 beside any other
+    return jnp.where(within[..., None], logits, jnp.asarray(excluded, logits.dtype))
 
 
 def drop_taps(shape: tuple[int, ...], dropout: Dropout) -> Float[Array, "..."]:

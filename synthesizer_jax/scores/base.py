@@ -10,6 +10,8 @@ can all be written as
 
 import abc
 import dataclasses
+import math
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -128,7 +130,12 @@ class Spec(abc.ABC):
     mixture), and `score` needs only that.
     """
 
-    name: ClassVar[str]  # of the part's parameters inside a mixture
+    name: ClassVar[str]  # of the part's parameters inside a mixture; where a class has none, its own in snake case
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        if not hasattr(cls, "name"):
+            cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     @abc.abstractmethod
     def params(self, dims: Dims) -> dict[str, Any]:
@@ -194,9 +201,10 @@ class Spec(abc.ABC):
         sequence. Raises ValueError where a length or a known position passes the parameters' maximum n; a traced
         position that does so gives NaN, never another position's scores.
         """
-        return self.score(
-            params, x_q, self.key_features(params, x_kv, k_positions), x_kv.shape[1], q_positions, k_positions
-        )
+        q_positions = as_positions("q_positions", q_positions, x_q.shape[1])
+        k_positions = as_positions("k_positions", k_positions, x_kv.shape[1])
+        keys = self.key_features(params, x_kv, k_positions)
+        return self.score(params, x_q, keys, x_kv.shape[1], q_positions, k_positions)
 
 
 class Synthetic(Spec):
@@ -261,6 +269,37 @@ def from_zero(positions: Array, size: int) -> Array:
 def project(x: Float[Array, "b q e"], weight: Float[Array, "e h r"]) -> Float[Array, "b q h r"]:
     """x W for each head, in x's dtype."""
     return jnp.einsum("bqe,ehr->bqhr", x, weight.astype(x.dtype))
+
+
+def subclasses(kind: type) -> list[type]:
+    """All classes below `kind`, users' included, other than copies of their parents by the same name, as gin makes them."""
+    children = [child for child in kind.__subclasses__() if child.__name__ != kind.__name__]
+    return [found for child in children for found in (child, *subclasses(child))]
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Refuse what is neither True nor False: any text would count as True."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected True or False, got {value!r}")
+
+
+def check_std(name: str, value: float) -> None:
+    """Refuse what is no positive number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name}: expected a positive number, got {value!r}")
+
+
+def as_positions(name: str, positions: Array | None, length: int) -> Array | None:
+    """Positions [length] or [b, length] as int32: in narrower or unsigned types differences of them would wrap."""
+    if positions is None:
+        return None
+    if not hasattr(positions, "shape") or not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ValueError(f"{name}: expected an array of whole numbers, got {getattr(positions, 'dtype', positions)}")
+    if positions.ndim not in (1, 2) or positions.shape[-1] != length:
+        raise ValueError(
+            f"{name}: expected shape [{length}] or [b, {length}], a position for each token, got {positions.shape}"
+        )
+    return positions.astype(jnp.int32)
 
 
 def check_positive(name: str, value: int) -> None:

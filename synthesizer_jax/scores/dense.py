@@ -20,6 +20,7 @@ from synthesizer_jax.scores.base import (
     Dims,
     Scores,
     Synthetic,
+    check_flag,
     check_positive,
     from_zero,
     project,
@@ -46,6 +47,8 @@ class Dense(Synthetic):
         check_positive("max_length", self.max_length)
         if self.rank is not None:
             check_positive("rank", self.rank)
+        check_flag("bias", self.bias)
+        check_flag("share_w2", self.share_w2)
 
     def params(self, dims: Dims):
         h, n, r = dims.heads, self.max_length, self.rank or dims.head_dim
@@ -99,6 +102,7 @@ class FactorizedDense(Synthetic):
         for name, value in (("a", self.a), ("b", self.b), ("rank", self.rank)):
             if value is not None:
                 check_positive(name, value)
+        check_flag("shared_hidden", self.shared_hidden)
         a, b = self.factors()
         if a * b != self.max_length:
             raise ValueError(

@@ -22,7 +22,8 @@ class DotProduct(Spec):
     name: ClassVar[str] = "dot_product"
 
     def __post_init__(self):
-        if self.scale is not None and not (isinstance(self.scale, int | float) and math.isfinite(self.scale)):
+        number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool) and math.isfinite(self.scale)
+        if self.scale is not None and not number:
             raise ValueError(f"scale: expected a finite number or None, got {self.scale!r}")
 
     def params(self, dims: Dims):

@@ -11,7 +11,16 @@ from typing import ClassVar, Literal, get_args
 import jax.numpy as jnp
 
 from synthesizer_jax.axes import BUCKETS, EMBED, HEADS, KV, SYNTH_KEY, Param, contract, fan_in, normal, zeros
-from synthesizer_jax.scores.base import Dims, Scores, Spec, check_positive, check_reach, project, take_positions
+from synthesizer_jax.scores.base import (
+    Dims,
+    Scores,
+    Spec,
+    check_flag,
+    check_positive,
+    check_reach,
+    project,
+    take_positions,
+)
 from synthesizer_jax.scores.position import RelativePositionBias, distances_of, shifted, sinusoid_features, sinusoids
 
 Function = Literal["exponential", "rbf", "polynomial", "linear"]
@@ -38,6 +47,7 @@ class Kernel(Spec):
     positions, of t, a and r: "sinusoidal"; "learned" tables for max_length tokens; "t5", learned for T5's buckets of
     distances, where distances are all that is read. value_positions: v_j = (f_j + t_j) W_v in place of f_j W_v.
 
+    An RBF's |u|^2 is left out, as it cancels: in float32 the weights lose digits where |w|^2 / sqrt d is above 10^3.
     Parameters per head: 2 e d, symmetric e d; W_T and W_R e d each; tables n e (t), (2n - 1) d (a), (2n - 1) e (r) per
     layer. Reads all pairs of tokens. Cross-attention only without positions. Any length, but for learned tables.
     """
@@ -59,6 +69,13 @@ class Kernel(Spec):
         for name, choices in (("kernel", Function), ("integration", Integration), ("positions", Positions)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name}: expected one of {get_args(choices)}, got {getattr(self, name)!r}")
+        for name in ("symmetric", "value_positions", "scaled_lookup", "biases"):
+            check_flag(name, getattr(self, name))
+        if self.positions != "sinusoidal" and self.integration == "none" and not self.value_positions:
+            raise ValueError(
+                f"positions: {self.positions!r} has no effect without an integration of positions or value_positions; give "
+                f"integration=, one of {get_args(Integration)[1:]}"
+            )
         if self.positions == "t5" and (self.value_positions or self.integration in ("direct_sum", "product_symmetric")):
             raise ValueError(
                 "positions: 't5' knows distances alone, and here a token's own position is added or multiplied; use "

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from synthesizer_jax.axes import HEADS, PARTS, Param, zeros
-from synthesizer_jax.scores.base import Dims, Parameters, Spec
+from synthesizer_jax.scores.base import Dims, Parameters, Spec, check_flag
 from synthesizer_jax.scores.dense import Dense
 from synthesizer_jax.scores.dot_product import DotProduct
 
@@ -35,7 +35,13 @@ class Mixture(Spec):
     name: ClassVar[str] = "mixture"
 
     def __post_init__(self):
+        if not isinstance(self.parts, tuple | list):
+            raise ValueError(
+                f"parts: expected a tuple of scores such as (Random(512), DotProduct()), got {self.parts!r}"
+            )
         object.__setattr__(self, "parts", tuple(self.parts))
+        check_flag("per_head", self.per_head)
+        check_flag("share_query", self.share_query)
         if len(self.parts) < 2:
             raise ValueError(f"parts: expected at least two scores to mix, got {len(self.parts)}")
         for part in self.parts:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from synthesizer_jax.axes import BUCKETS, HEADS, Param
-from synthesizer_jax.scores.base import Dims, Scores, Spec, check_positive
+from synthesizer_jax.scores.base import Dims, Scores, Spec, check_flag, check_positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,7 @@ class RelativePositionBias(Spec):
     def __post_init__(self):
         check_positive("buckets", self.buckets)
         check_positive("max_distance", self.max_distance)
+        check_flag("bidirectional", self.bidirectional)
         exact = self.buckets // (4 if self.bidirectional else 2)
         if exact < 1 or self.max_distance <= exact:
             raise ValueError(
@@ -80,7 +81,10 @@ def sinusoids(positions: Int[Array, "*_shape"], size: int) -> Float[Array, "*_sh
 
 def _frequencies(size):
     if size % 2:
-        raise ValueError(f"features: sinusoids come in pairs of sine and cosine, expected an even size, got {size}")
+        raise ValueError(
+            f"features: sinusoids come in pairs of sine and cosine, expected an even size, got {size} (a sinusoidal look-up "
+            "has the size of a head, head_dim)"
+        )
     return 10_000.0 ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
 
 

@@ -11,7 +11,9 @@ from synthesizer_jax.scores.base import (
     Dims,
     Scores,
     Synthetic,
+    check_flag,
     check_positive,
+    check_std,
     from_zero,
     take_positions,
 )
@@ -35,7 +37,9 @@ class Random(Synthetic):
 
     def __post_init__(self):
         check_positive("max_length", self.max_length)
-        _check_std(self.init_std)
+        check_flag("trained", self.trained)
+        if self.init_std is not None:
+            check_std("init_std", self.init_std)
 
     def params(self, dims: Dims):
         n = self.max_length
@@ -81,7 +85,7 @@ class FactorizedRandom(Synthetic):
     def __post_init__(self):
         check_positive("max_length", self.max_length)
         check_positive("rank", self.rank)
-        _check_std(self.init_std)
+        check_std("init_std", self.init_std)
 
     def params(self, dims: Dims):
         shape = (dims.heads, self.max_length, self.rank)
@@ -104,8 +108,3 @@ def _factor_rows(table, positions, length):
     """table [h, n, r] at the positions, [b|1, q, h, r] in float32."""
     rows = take_positions(table.astype(jnp.float32), positions, length, axis=1)
     return jnp.moveaxis(rows, 0, -2) if rows.ndim == 4 else jnp.moveaxis(rows, 0, 1)[None]
-
-
-def _check_std(std):
-    if std is not None and not std > 0:
-        raise ValueError(f"init_std: expected a positive number, got {std!r}")

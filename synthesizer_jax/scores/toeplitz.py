@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from synthesizer_jax.axes import HEADS, SYNTH_KEY, Param, normal
-from synthesizer_jax.scores.base import Dims, Scores, Synthetic, check_positive
+from synthesizer_jax.scores.base import Dims, Scores, Synthetic, check_positive, check_std
 from synthesizer_jax.scores.position import distances_of
 
 
@@ -25,8 +25,7 @@ class Toeplitz(Synthetic):
 
     def __post_init__(self):
         check_positive("max_length", self.max_length)
-        if not self.init_std > 0:
-            raise ValueError(f"init_std: expected a positive number, got {self.init_std!r}")
+        check_std("init_std", self.init_std)
 
     def params(self, dims: Dims):
         return {"t": Param((dims.heads, 2 * self.max_length - 1), (HEADS, SYNTH_KEY), normal(self.init_std))}

@@ -42,6 +42,15 @@ FREE_FIELDS = ("dropout_rate", "dtype", "remat")
 ENCODER_PATHS = ("params/embedding", "params/position_embedding", "params/encoder", "fixed/encoder")
 
 
+def check_folder(model_dir: epath.PathLike) -> None:
+    """ValueError where a path has what means something in patterns of file names: Orbax could not find its own files."""
+    wrong = sorted(set(str(epath.Path(model_dir).absolute())) & set("[]*?"))
+    if wrong:
+        raise ValueError(
+            f"model_dir: expected a path without {' '.join(wrong)}, which are patterns of file names to Orbax, got {model_dir}"
+        )
+
+
 class CheckpointWriter:
     """Writes checkpoints of one model_dir in the background and keeps the last `keep` of them (None: all).
 
@@ -51,6 +60,7 @@ class CheckpointWriter:
     def __init__(self, model_dir: str, keep: int | None = 3):
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep: expected a number of checkpoints >= 1, or None for all, got {keep!r}")
+        check_folder(model_dir)
         folder = epath.Path(model_dir).absolute()
         options = ocp.CheckpointManagerOptions(
             step_prefix=PREFIX,
