@@ -12,6 +12,7 @@ import pytest
 import synthesizer_jax as sj
 from synthesizer_jax import annotations, launch
 from synthesizer_jax.__main__ import main
+from synthesizer_jax.training import checkpoint
 from synthesizer_jax.training.optimizer import Adafactor, Constant, InverseSqrt
 
 PRETRAIN = ("models/t5_tiny.gin", "attention/R+V.gin", "runs/pretrain.gin")
@@ -350,3 +351,46 @@ def test_as_a_module_from_another_directory(tmp_path):
     assert done.returncode == 2
     assert "missing: train.model" in done.stderr and "missing: TRAIN_STEPS" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+OWN_SCORES = """
+import dataclasses
+import jax.numpy as jnp
+import synthesizer_jax as sj
+
+@dataclasses.dataclass(frozen=True)
+class OwnScores(sj.Spec):
+    strength: float = 1.0
+
+    def params(self, dims):
+        return {}
+
+    def score(self, params, x_q, keys, k_length, q_positions=None, k_positions=None):
+        return sj.Scores(bias=jnp.full((1, 1, x_q.shape[1], k_length), self.strength))
+"""
+
+
+def test_scores_of_the_users_own_module(tmp_path, monkeypatch):
+    """One gin line imports them; then the notation and gin know the class by its name."""
+    (tmp_path / "own_scores_module.py").write_text(OWN_SCORES)
+    monkeypatch.syspath_prepend(tmp_path)
+    given = ['MODEL_DIR="runs/run"', 'MIXTURE_OR_TASK_NAME="a_task"', 'TASK_FEATURE_LENGTHS={"inputs": 8, "targets": 8}',
+             "BATCH_SIZE=8", "TRAIN_STEPS=10"]  # fmt: skip
+
+    def attention_of(*lines):
+        (tmp_path / "own.gin").write_text("\n".join(["import own_scores_module", *lines, ""]))
+        files = ["models/t5_tiny.gin", str(tmp_path / "own.gin"), "runs/pretrain.gin"]
+        return launch.make_plan("train", files, given).arguments["model"].encoder_attention
+
+    by_notation = attention_of('ATTENTION = "OwnScores[strength=2.0]+V"')
+    assert type(by_notation.parts[0]).__name__ == "OwnScores" and by_notation.parts[0].strength == 2.0
+    by_reference = attention_of("ATTENTION = @OwnScores()", "OwnScores.strength = 3.0")
+    assert type(by_reference).__name__ == "OwnScores" and by_reference.strength == 3.0
+    with pytest.raises(ValueError, match="strength: expected float, got 'a'|OwnScores.strength"):
+        attention_of("ATTENTION = @OwnScores()", "OwnScores.strength = 'a'")
+
+
+@pytest.mark.parametrize("folder", ["runs/LightConv[width=5]", "runs/what?"])
+def test_folders_that_orbax_cannot_read_are_refused(folder):
+    with pytest.raises(ValueError, match="model_dir: expected a path without"):
+        checkpoint.check_folder(folder)

@@ -21,7 +21,7 @@ def run(command, folder, *more):
 
 
 def test_every_command_is_known_here():
-    ours = tuple(OURS + command for command in ("reproduce", "train", "evaluate", "costs"))
+    ours = tuple(OURS + command for command in ("reproduce", "train", "evaluate", "infer", "costs"))
     kinds = [c for c in COMMANDS if not c.startswith(ours)]
     assert kinds == ["pip install -e '.[train]'", "pip install -e '.[test]'", "pytest -n 2"]
 
@@ -69,9 +69,13 @@ def test_costs(tmp_path, capsys):
 def test_pretrain_finetune_evaluate(tmp_path):
     pretrain, finetune = trainings("pretrained", "finetuned")
     (evaluate,) = [c for c in COMMANDS if c.startswith(OURS + "evaluate")]
+    (tmp_path / "lines.txt").write_text("negation: it is not here\nnegation: it is here\n")
     run(pretrain, tmp_path, "--gin.TRAIN_STEPS=3")
     run(finetune, tmp_path, "--gin.TRAIN_STEPS=3")
     run(evaluate, tmp_path, "--gin.evaluate.num_examples=40")
+    (infer,) = [c for c in COMMANDS if c.startswith(OURS + "infer")]
+    run(infer, tmp_path, f'--gin.INPUT_FILE="{tmp_path}/lines.txt"')
+    assert len((tmp_path / "finetuned" / "inference" / "lines-3.jsonl").read_text().splitlines()) == 2
     for name in ("config.gin", "model-info.txt", "checkpoint_3", "train"):
         assert (tmp_path / "pretrained" / name).exists(), name
     results = tmp_path / "finetuned" / "inference_eval"
