@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import synthesizer_jax.tasks.quickstart  # noqa: F401  registers the tasks
 from synthesizer_jax import data
+from synthesizer_jax.models import t5_tiny
 from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, ENCODER_ONLY
 
 LENGTHS = {"inputs": 12, "targets": 7}
@@ -172,6 +173,7 @@ RESUME = f"""
 import hashlib, json, pathlib, sys
 import synthesizer_jax.tasks.quickstart
 from synthesizer_jax import data
+from synthesizer_jax.models import t5_tiny
 from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, ENCODER_ONLY
 {inspect.getsource(digest)}
 for arguments, paths in json.load(sys.stdin):
@@ -460,3 +462,8 @@ def test_evaluation_refuses_the_same_mistakes_before_the_first_batch():
         data.eval_batches("data_test", LENGTHS, 8, split="test")
     with pytest.raises(ValueError, match="split: 'empty' of 'data_test' has no examples"):
         data.eval_batches("data_test", LENGTHS, 8, split="empty")
+
+
+def test_a_classifiers_task_is_no_text_to_be_said():
+    with pytest.raises(ValueError, match="'targets' of 'quickstart_negation_class' have no end-of-sequence id"):
+        data.check_model("quickstart_negation_class", t5_tiny(vocab_size=2048))
