@@ -76,7 +76,7 @@ def test_mixer_of_timm(shared):
         "b2": data["w.mlp_tokens.fc2.bias"],
     }
     check_mixer(data, sj.TokenMixing(length, hidden, approximate_gelu=False), params, "w.norm1.weight", "w.norm1.bias")
-    y = sj.TokenMixing(length, hidden, approximate_gelu=False)(jax.tree.map(jnp.asarray, params), data["x"])
+    y = sj.TokenMixing(length, hidden, approximate_gelu=False)(jax.tree.map(jnp.asarray, params), jnp.asarray(data["x"]))
     np.testing.assert_allclose(y, data["token_mlp_no_norm.y"], rtol=0, atol=MIXER)
 
 
