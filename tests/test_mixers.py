@@ -404,6 +404,7 @@ def test_what_does_not_fit_is_refused_by_every_mixer(spec, around, text, uncheck
         (lambda: sj.RelativePositionBias(bidirectional="no"), "bidirectional: expected True or False, got 'no'"),
         (lambda: sj.synthesizer("lightconv", 8), "notation: 'lightconv' .* did you mean LightConv"),
         (lambda: sj.synthesizer("LightConv[width=9", 8), "notation: .* a bracket is not closed"),
+        (lambda: sj.synthesizer("Convolution[width=3]", 8), "notation: 'Convolution.*' in .* is not understood"),
         (lambda: sj.synthesizer("R+LightConv", 8), "notation: LightConv in .* makes no scores that could be summed"),
     ],
 )  # fmt: skip
@@ -429,3 +430,12 @@ def test_scores_of_the_users_own_are_known_by_their_class():
     assert sj.Mixture((Nearest(), sj.DotProduct())).part_names() == ("nearest", "dot_product")
     layer = nnx.eval_shape(lambda: sj.Attention(sj.synthesizer("Nearest+V", 8), 4, 2, 2, rngs=nnx.Rngs(0)))
     assert set(layer.scores) == {"dot_product", "alpha"}
+
+
+@pytest.mark.parametrize("spec", ONE_OF_EACH, ids=lambda spec: type(spec).__name__)
+def test_keys_that_are_the_tokens_themselves_are_self_attention(spec):
+    """As T5X-like code calls a layer: layer(x, x)."""
+    tree = tree_of(spec, bias=False)
+    mixer, around = as_mixer(spec), Surroundings(key_mask=jnp.asarray(KEY_MASK))
+    expected = mixer(tree["own"], tree["x"], None, around)
+    np.testing.assert_array_equal(mixer(tree["own"], tree["x"], tree["x"], around), expected)

@@ -120,7 +120,7 @@ class Convolution(Mixer):
         return {"inputs": inputs, "index": jnp.zeros((), jnp.int32)}
 
     def step(self, params, x, cache, around=Surroundings()):
-        check_plain(self, None, around)
+        check_plain(self, x, None, around)
         check_step(x, cache["inputs"])
         index, before, steps = cache["index"], self._width() - 1, x.shape[1]
         mask = around.key_mask
@@ -159,7 +159,7 @@ class Convolution(Mixer):
             )
 
     def _checked(self, x, x_kv, around):
-        check_plain(self, x_kv, around)
+        check_plain(self, x, x_kv, around)
         if around.k_segments is not None:
             raise ValueError(
                 f"k_segments: {type(self).__name__} mixes one sequence with itself; give its segments as q_segments"

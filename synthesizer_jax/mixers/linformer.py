@@ -127,7 +127,7 @@ class Linformer(Mixer):
 
     def _checked(self, x, x_kv, around):
         check_decoder(self, around)
-        check_plain(self, x_kv, around)
+        check_plain(self, x, x_kv, around)
         around = checked(x, x_kv, around)
         check_positions(self, around, "Linformer")
         projection, shape = around.shared.get("E"), (self.max_length, self.rank)

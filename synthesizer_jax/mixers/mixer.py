@@ -18,8 +18,6 @@ from synthesizer_jax.scores.base import Dims, Parameters, as_positions, check_po
 
 Cache = dict[str, Any]  # a pytree of arrays with constant shapes
 
-NOTHING_SHARED: Parameters = {}
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +98,8 @@ class Mixer(abc.ABC):
     ) -> tuple[Float[Array, "b s e"], Cache]:
         """The next s tokens of a causal sequence, and the cache with them.
 
-        Of `around` only key_mask, mask and bias, over the cache's length, and shared are read.
+        Of `around` only key_mask, mask and bias, over the cache's length, and shared are read. Steps past a cache that
+        holds every token give NaN.
         """
 
     def cross_attention_error(self) -> str | None:
@@ -220,9 +219,9 @@ def check_positions(mixer: Mixer, around: Surroundings, what: str) -> None:
         )
 
 
-def check_plain(mixer: Mixer, x_kv: Array | None, around: Surroundings) -> None:
+def check_plain(mixer: Mixer, x: Array, x_kv: Array | None, around: Surroundings) -> None:
     """Refuse what only attention can use: another sequence, a memory, a mask of pairs, a bias."""
-    if x_kv is not None and mixer.cross_attention_error():
+    if not is_own(x, x_kv) and mixer.cross_attention_error():
         raise ValueError(f"x_kv: {mixer.cross_attention_error()}")
     if around.memory is not None:
         raise ValueError(f"memory: {type(mixer).__name__} has no keys to extend; use attention, such as DotProduct()")

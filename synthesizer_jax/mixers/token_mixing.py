@@ -10,6 +10,7 @@ from synthesizer_jax.mixers.mixer import (
     Mixer,
     Surroundings,
     check_cache_length,
+    check_decoder,
     check_plain,
     check_positions,
     check_step,
@@ -103,7 +104,7 @@ class TokenMixing(Mixer):
 
     def step(self, params, x, cache, around=Surroundings()):
         index, length = cache["index"], cache["value"].shape[1]
-        check_plain(self, None, around)
+        check_plain(self, x, None, around)
         check_step(x, cache["value"], length)
         rows = index + jnp.arange(x.shape[1])
         cache = cache | {"value": jax.lax.dynamic_update_slice_in_dim(cache["value"], x, index, axis=1)}
@@ -145,9 +146,8 @@ class TokenMixing(Mixer):
         return self.max_length
 
     def _checked(self, x, x_kv, around):
-        if around.causal and self.decoder_error():
-            raise ValueError(f"causal: {self.decoder_error()}")
-        check_plain(self, x_kv, around)
+        check_decoder(self, around)
+        check_plain(self, x, x_kv, around)
         for name in ("k_segments", "k_positions"):
             if getattr(around, name) is not None:
                 raise ValueError(f"{name}: TokenMixing mixes one sequence with itself; give q{name[1:]} alone")

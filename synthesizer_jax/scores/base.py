@@ -10,6 +10,7 @@ can all be written as
 
 import abc
 import dataclasses
+import inspect
 import math
 import re
 from collections.abc import Mapping
@@ -272,9 +273,10 @@ def project(x: Float[Array, "b q e"], weight: Float[Array, "e h r"]) -> Float[Ar
 
 
 def subclasses(kind: type) -> list[type]:
-    """All classes below `kind`, users' included, other than copies of their parents by the same name, as gin makes them."""
+    """All concrete classes below `kind`, users' included, without copies of them by the same name, as gin makes them."""
     children = [child for child in kind.__subclasses__() if child.__name__ != kind.__name__]
-    return [found for child in children for found in (child, *subclasses(child))]
+    below = [found for child in children for found in (child, *subclasses(child))]
+    return [found for found in below if not inspect.isabstract(found)]
 
 
 def check_flag(name: str, value: bool) -> None:
