@@ -55,6 +55,8 @@ def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
     search_paths = _split(arguments.gin_search_paths)
     plan = launch.make_plan(arguments.command, arguments.gin_file, bindings, search_paths)
     _point_to_data(arguments.tfds_data_dir, _split(arguments.seqio_additional_cache_dirs))
+    if plan.vocabulary is not None:
+        os.environ["SYNTHESIZER_JAX_VOCAB"] = plan.vocabulary
     for module in plan.task_modules:
         _import_tasks(module)
     facts = plan.preflight()

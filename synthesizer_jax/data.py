@@ -18,6 +18,7 @@ Importing this module takes seconds (TensorFlow, seqio); the core does not.
 import difflib
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import io
 import json
@@ -213,18 +214,16 @@ def _padded(dataset: tf.data.Dataset, batch_size: int, rows: slice) -> Iterator[
 
 
 def get_mixture_or_task(name: str | Provider) -> Provider:
-    """What is registered under a name. Raises ValueError with near misses and the module that has to be imported."""
+    """What is registered under a name; the module of a shipped task is imported. Raises ValueError with near misses."""
     if isinstance(name, Provider):
         return name
     registered = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
+    shipped = {known: module for module, names in tasks.CONTENTS.items() for known in names}
+    if name in shipped and name not in registered:
+        importlib.import_module(shipped[name])
+        return seqio.get_mixture_or_task(name)
     if name in registered:
         return seqio.get_mixture_or_task(name)
-    shipped = {known: module for module, names in tasks.CONTENTS.items() for known in names}
-    if name in shipped:
-        raise ValueError(
-            f"mixture_or_task_name: No Task or Mixture found with name {name!r}; import {shipped[name]} first, which "
-            f"registers it: MIXTURE_OR_TASK_MODULE={shipped[name]!r}"
-        )
     near = difflib.get_close_matches(str(name), registered | set(shipped), n=3)
     where = {known: f"{known} ({shipped[known]})" if known in shipped else known for known in near}
     raise ValueError(
@@ -402,7 +401,8 @@ def task_dataset(mixture_or_task: str | Provider, lengths: Mapping[str, int], **
     """Examples with the task's features in an order that depends on the options only, those of seqio's get_dataset."""
     provider = get_mixture_or_task(mixture_or_task)
     try:
-        return provider.get_dataset(dict(lengths), **options).with_options(_options())
+        # seqio would keep small sources in memory, and with them in every saved state of an iterator.
+        return provider.get_dataset(dict(lengths), try_in_mem_cache=False, **options).with_options(_options())
     except ValueError as error:
         raise ValueError(f"{provider.name!r} with task_feature_lengths={dict(lengths)}: {error}") from error
 

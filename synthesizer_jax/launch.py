@@ -47,7 +47,11 @@ COMMANDS = {
 MACROS = {
     "MODEL_DIR": ('"runs/my_run"', "folder of the run: checkpoints, logs, results"),
     "MIXTURE_OR_TASK_NAME": ('"quickstart_span_corruption"', "a seqio task or mixture"),
-    "MIXTURE_OR_TASK_MODULE": ('"synthesizer_jax.tasks.quickstart"', "the module that registers it"),
+    "MIXTURE_OR_TASK_MODULE": ('"my_tasks"', "the module that registers it, unless it is one of ours"),
+    "VOCABULARY": (
+        '"t5/sentencepiece.model"',
+        "a copy of T5's SentencePiece model, for our tasks; also SYNTHESIZER_JAX_VOCAB",
+    ),
     "TASK_FEATURE_LENGTHS": (
         '{"inputs": 512, "targets": 114}',
         "tokens of each feature; of a language model's targets, of a classifier's inputs alone",
@@ -117,6 +121,7 @@ class Plan:
     command: str
     arguments: Mapping[str, Any]  # of the command's function
     task_modules: tuple[str, ...]  # to be imported before it
+    vocabulary: str | None  # path of the SentencePiece model of our tasks
     config: str  # the operative configuration as gin text, which parses again
 
     def preflight(self) -> list[str]:
@@ -155,7 +160,8 @@ def make_plan(command: str, gin_files: Sequence[str], flags: Sequence[str], sear
     _check_made(command, arguments)
     modules = arguments.pop("mixture_or_task_module", None) or ()
     modules = (modules,) if isinstance(modules, str) else tuple(modules)
-    return Plan(command, arguments, modules, gin.operative_config_str(max_line_length=120))
+    vocabulary = arguments.pop("vocabulary", None)
+    return Plan(command, arguments, modules, vocabulary, gin.operative_config_str(max_line_length=120))
 
 
 def _check_made(command: str, arguments: Mapping[str, Any]) -> None:
@@ -356,7 +362,8 @@ def _register(command: str) -> None:
     keyword = inspect.Parameter.KEYWORD_ONLY
     signature = inspect.signature(_function(command), eval_str=True)
     module = inspect.Parameter("mixture_or_task_module", keyword, default=None, annotation=str | Sequence[str] | None)
-    every = {**signature.parameters, module.name: module}  # imported before the function is called
+    vocabulary = inspect.Parameter("vocabulary", keyword, default=None, annotation=str | None)
+    every = {**signature.parameters, module.name: module, vocabulary.name: vocabulary}  # used before it is called
     arguments.__signature__ = inspect.Signature([p.replace(kind=keyword) for p in every.values()])
     gin.external_configurable(arguments, name=command, module="synthesizer_jax")
 

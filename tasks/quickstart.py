@@ -30,11 +30,10 @@ import re
 from collections.abc import Callable, Sequence
 
 import seqio
-import tensorflow as tf
 from t5.data import postprocessors, preprocessors
 from t5.evaluation import metrics
 
-from synthesizer_jax.tasks import labels, quickstart_text
+from synthesizer_jax.tasks import features, labels, quickstart_text, sources
 
 
 VOCABULARY = seqio.SentencePieceVocabulary(str(pathlib.Path(__file__).with_name("quickstart.model")), extra_ids=100)
@@ -45,26 +44,6 @@ NOUNS = 32  # pairs of singular and plural
 NEGATIONS = frozenset("not no none never nothing cannot without neither nor".split())
 
 Example = dict[str, str]
-
-
-class _Source(seqio.DataSource):
-    """Examples from a function of the split. (seqio's FunctionDataSource warns of shuffling whenever it is used.)"""
-
-    def __init__(self, examples: Callable[[str], Sequence[Example]]):
-        super().__init__(splits=quickstart_text.SPLITS)
-        self._examples = functools.lru_cache(maxsize=None)(examples)
-
-    @property
-    def supports_arbitrary_sharding(self) -> bool:
-        return False
-
-    def list_shards(self, split: str) -> list[str]:
-        return [split]
-
-    def get_dataset(self, split="train", shuffle=True, seed=None, shard_info=None, **unused) -> tf.data.Dataset:
-        examples = self._examples(split)
-        dataset = tf.data.Dataset.from_tensor_slices({name: [e[name] for e in examples] for name in examples[0]})
-        return dataset.shuffle(len(examples), seed=seed, reshuffle_each_iteration=True) if shuffle else dataset
 
 
 def documents(split: str) -> list[Example]:
@@ -149,16 +128,11 @@ def other_number() -> dict[str, str]:
     return {word: other for pair in pairs[:NOUNS] for word, other in (pair, pair[::-1])}
 
 
-TOKENIZED = [
-    seqio.preprocessors.tokenize,
-    seqio.CacheDatasetPlaceholder(),
-    seqio.preprocessors.append_eos_after_trim,
-]
 OUTPUT_FEATURES = {name: seqio.Feature(vocabulary=VOCABULARY, add_eos=True) for name in ("inputs", "targets")}
 
 seqio.TaskRegistry.add(
     "quickstart_span_corruption",
-    source=_Source(documents),
+    source=sources.Examples(documents, quickstart_text.SPLITS),
     preprocessors=[
         functools.partial(preprocessors.rekey, key_map={"inputs": None, "targets": "text"}),
         seqio.preprocessors.tokenize,
@@ -173,8 +147,8 @@ seqio.TaskRegistry.add(
 for _name, _examples in (("quickstart_negation", negation_examples), ("quickstart_number", number_examples)):
     seqio.TaskRegistry.add(
         _name,
-        source=_Source(_examples),
-        preprocessors=TOKENIZED,
+        source=sources.Examples(_examples, quickstart_text.SPLITS),
+        preprocessors=features.TOKENIZED,
         postprocess_fn=functools.partial(postprocessors.string_label_to_class_id, label_classes=LABELS),
         output_features=OUTPUT_FEATURES,
         metric_fns=[metrics.accuracy],
@@ -182,16 +156,16 @@ for _name, _examples in (("quickstart_negation", negation_examples), ("quickstar
 
 seqio.TaskRegistry.add(
     "quickstart_lm",
-    source=_Source(sentences),
-    preprocessors=TOKENIZED,
+    source=sources.Examples(sentences, quickstart_text.SPLITS),
+    preprocessors=features.TOKENIZED,
     output_features={"targets": OUTPUT_FEATURES["targets"]},
     metric_fns=[],
 )
 
 seqio.TaskRegistry.add(
     "quickstart_negation_class",
-    source=_Source(negation_examples),
-    preprocessors=TOKENIZED,
+    source=sources.Examples(negation_examples, quickstart_text.SPLITS),
+    preprocessors=features.TOKENIZED,
     output_features=OUTPUT_FEATURES
     | {"targets": seqio.Feature(vocabulary=labels.LabelVocabulary(LABELS), add_eos=False)},
     metric_fns=[metrics.accuracy],

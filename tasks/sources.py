@@ -1,0 +1,142 @@
+"""Where the tasks' examples come from. What is absent is said at once, with how to get it; nothing is downloaded.
+
+Tfds      a dataset that TensorFlow Datasets has prepared, in --tfds_data_dir or in its own default folder.
+Files     files in the folder that the environment variable SYNTHESIZER_JAX_DATA names, read by a function.
+Examples  made by a function.
+
+Each has `description`, and `missing(split)`: how to get what is not there, or None.
+"""
+
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import seqio
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+ENVIRONMENT = "SYNTHESIZER_JAX_DATA"
+
+Example = Mapping[str, Any]
+
+
+class Tfds(seqio.TfdsDataSource):
+    """A prepared dataset; `name` has its version: "glue/rte:2.0.0". `splits`: those of the dataset, or a mapping of names to
+    splits or slices ("train[:90%]")."""
+
+    def __init__(self, name: str, splits: Sequence[str] | Mapping[str, str]):
+        splits = dict(splits) if isinstance(splits, Mapping) else {split: split for split in splits}
+        super().__init__(name, splits=splits, read_only=True)
+        self._slices = splits
+
+    @property
+    def description(self) -> str:
+        return f"TFDS {self.tfds_dataset.name}"
+
+    def missing(self, split: str) -> str | None:
+        loader = self.tfds_dataset
+        folder, name = loader.data_dir, loader.name
+        where = folder or f"{tfds.core.constants.DATA_DIR} (give another as --tfds_data_dir)"
+        try:
+            # A builder that seqio made before there was data would not see what has been prepared since.
+            builder = loader.builder if loader.is_memoized() else tfds.builder(name, data_dir=folder)
+            prepared, others = builder.is_prepared(), pathlib.Path(builder.data_dir).parent.glob("[0-9]*.*")
+        except (AssertionError, tfds.core.DatasetNotFoundError) as error:  # a version or name that TFDS doesn't know
+            return f"no data of {name} in {where}: {str(error).splitlines()[0]}"
+        if not prepared:
+            make = f"tfds build {name}" + (f" --data_dir={folder}" if folder else "")
+            versions = ", ".join(sorted(path.name for path in others))
+            there = f" (there is version {versions})" if versions else ""
+            return f"no data of {name} in {where}{there}; make it, where there is a network, with: {make}"
+        wanted = self._slices[split].partition("[")[0]
+        if wanted not in builder.info.splits:
+            return f"{name} in {where} has no split {wanted!r}; it has {', '.join(builder.info.splits)}"
+        return None
+
+    def _check(self, split):
+        how = self.missing(split)
+        if how is not None:
+            raise FileNotFoundError(how)
+
+    def get_dataset(self, split="train", shuffle=True, seed=None, shard_info=None, **unused) -> tf.data.Dataset:
+        self._check(split)
+        return super().get_dataset(split, shuffle, seed, shard_info)
+
+    def num_input_examples(self, split: str) -> int | None:
+        self._check(split)
+        return super().num_input_examples(split)
+
+    def list_shards(self, split: str) -> Sequence[str]:
+        self._check(split)
+        return super().list_shards(split)
+
+
+class Examples(seqio.DataSource):
+    """Examples from a function of the split, all in memory. (seqio's FunctionDataSource warns whenever it shuffles.)"""
+
+    def __init__(
+        self, examples: Callable[[str], Sequence[Example]], splits: Sequence[str], description: str = "made here"
+    ):
+        super().__init__(splits=tuple(splits))
+        self._examples = functools.lru_cache(maxsize=None)(examples)
+        self.description = description
+
+    def missing(self, split: str) -> str | None:
+        return None
+
+    @property
+    def supports_arbitrary_sharding(self) -> bool:
+        return False
+
+    def list_shards(self, split: str) -> list[str]:
+        return [split]
+
+    def num_input_examples(self, split: str) -> int:
+        return len(self._examples(split))
+
+    def get_dataset(self, split="train", shuffle=True, seed=None, shard_info=None, **unused) -> tf.data.Dataset:
+        examples = self._examples(split)
+        dataset = tf.data.Dataset.from_tensor_slices({name: [e[name] for e in examples] for name in examples[0]})
+        return dataset.shuffle(len(examples), seed=seed, reshuffle_each_iteration=True) if shuffle else dataset
+
+
+class Files(Examples):
+    """Examples that a function makes of files, all in memory.
+
+    Args:
+      files: split -> names below the folder of SYNTHESIZER_JAX_DATA. A split whose files are not there is missing, the
+        others can be used.
+      read: their paths -> examples.
+      origin: where to get the files, for people.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, Sequence[str]],
+        read: Callable[..., Iterable[Example]],
+        origin: str,
+    ):
+        self._files, self._read, self._origin = files, read, origin
+        super().__init__(
+            self._from_files, tuple(files), f"files {', '.join(n for names in files.values() for n in names)}"
+        )
+
+    def missing(self, split: str) -> str | None:
+        folder = os.environ.get(ENVIRONMENT)
+        if folder is None:
+            return f"{ENVIRONMENT} is not set; it names the folder that has {', '.join(self._files[split])}: {self._origin}"
+        absent = [name for name in self._files[split] if not pathlib.Path(folder, name).is_file()]
+        if absent:
+            return f"no {', '.join(absent)} in {folder}, which {ENVIRONMENT} names: {self._origin}"
+        return None
+
+    def _from_files(self, split):
+        how = self.missing(split)
+        if how is not None:
+            raise FileNotFoundError(how)
+        examples = list(self._read(*(pathlib.Path(os.environ[ENVIRONMENT], name) for name in self._files[split])))
+        if not examples:
+            raise ValueError(f"{', '.join(self._files[split])}: no examples in it")
+        return examples
