@@ -14,4 +14,5 @@ CONTENTS = {
         "quickstart_lm",
         "quickstart_negation_class",
     ),
+    "synthesizer_jax.tasks.c4": ("c4_span_corruption", "c4_prefix_lm", "c4_lm"),
 }
