@@ -1,0 +1,143 @@
+"""Tasks and mixtures by name, and whether they fit what is asked of them."""
+
+import difflib
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import seqio
+
+from synthesizer_jax import tasks
+from synthesizer_jax.models.batch import ENCODER_DECODER, BatchKeys
+from synthesizer_jax.models.config import EncoderOnlyConfig, ModelConfig
+
+TARGETS = "targets"
+Provider = seqio.Task | seqio.Mixture
+
+
+def get_mixture_or_task(name: str | Provider) -> Provider:
+    """What is registered under a name; the module of a shipped task is imported. Raises ValueError with near misses."""
+    if isinstance(name, Provider):
+        return name
+    registered = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
+    shipped = {known: module for module, names in tasks.CONTENTS.items() for known in names}
+    if name in shipped and name not in registered:
+        importlib.import_module(shipped[name])
+        return seqio.get_mixture_or_task(name)
+    if name in registered:
+        return seqio.get_mixture_or_task(name)
+    near = difflib.get_close_matches(str(name), registered | set(shipped), n=3)
+    where = {known: f"{known} ({shipped[known]})" if known in shipped else known for known in near}
+    raise ValueError(
+        f"mixture_or_task_name: No Task or Mixture found with name {name!r}; "
+        + (f"did you mean {' or '.join(where.values())}? " if near else "")
+        + "Import the module that registers it first: MIXTURE_OR_TASK_MODULE; ours are "
+        + ", ".join(tasks.CONTENTS)
+    )
+
+
+def check_lengths(task_feature_lengths: Mapping[str, int], keys: BatchKeys = ENCODER_DECODER) -> None:
+    """Raises ValueError unless there is a positive length for exactly the features that the kind of model needs."""
+    if not isinstance(task_feature_lengths, Mapping) or set(task_feature_lengths) != set(keys.task_features):
+        wanted = ", ".join(f'"{name}": TOKENS' for name in keys.task_features)
+        raise ValueError(
+            f"task_feature_lengths: expected {{{wanted}}} for {keys.kind}, got "
+            f"{dict(task_feature_lengths) if isinstance(task_feature_lengths, Mapping) else task_feature_lengths!r}"
+        )
+    check_integers(**{f'task_feature_lengths["{n}"]': (task_feature_lengths[n], 1) for n in keys.task_features})
+
+
+def check_packing(keys: BatchKeys, pack: bool) -> None:
+    """Raises ValueError where examples can't share rows."""
+    if pack and not keys.packing:
+        raise ValueError(
+            f"pack: {keys.kind} gives one answer for a row, so that a row holds one example; set pack=False (PACK = False)"
+        )
+
+
+def check_features(mixture_or_task: str | Provider, keys: BatchKeys) -> None:
+    """Raises ValueError where a task lacks what the kind of model reads, or has inputs that it would not read."""
+    provider = get_mixture_or_task(mixture_or_task)
+    has, reads = set(provider.output_features), {*keys.task_features, TARGETS}
+    if reads - has or (has - reads) & {"inputs"}:
+        raise ValueError(
+            f"mixture_or_task_name: {provider.name!r} has the features {' and '.join(sorted(has))}, but {keys.kind} reads "
+            f"{' and '.join(sorted(reads))}"
+        )
+
+
+def check_model(mixture_or_task: str | Provider, config: ModelConfig) -> None:
+    """Raises ValueError where a task's features, vocabularies or labels are not those that a model is made for."""
+    provider = get_mixture_or_task(mixture_or_task)
+    check_features(provider, config.batch)
+    check_vocabulary(provider, config.vocab_size, config.batch.task_features)
+    if isinstance(config, EncoderOnlyConfig):
+        labels = output_vocabulary(provider).vocab_size
+        if labels != config.num_classes:
+            raise ValueError(
+                f"num_classes: {TARGETS!r} of {provider.name!r} is one of {labels} ids, the model has "
+                f"{config.num_classes} classes; a classifier's task has a vocabulary of its labels"
+            )
+    elif output_vocabulary(provider).eos_id is None:
+        raise ValueError(
+            f"mixture_or_task_name: {TARGETS!r} of {provider.name!r} have no end-of-sequence id, as the labels of a "
+            f"classifier's task; {config.batch.kind} says sequences of tokens"
+        )
+
+
+def check_split(mixture_or_task: str | Provider, split: str) -> None:
+    """Raises ValueError, with the splits that there are, where no task has this one."""
+    provider = get_mixture_or_task(mixture_or_task)
+    if not with_split(provider, split):
+        splits = sorted({known for task in seqio.get_subtasks(provider) for known in task.splits})
+        raise ValueError(f"split: {provider.name!r} has no split {split!r}; it has {', '.join(splits)}")
+
+
+def output_vocabulary(mixture_or_task: str | Provider, feature: str = TARGETS) -> seqio.Vocabulary:
+    """The vocabulary of a feature: `.vocab_size` counts its sentinels, `.decode(ids)` gives text."""
+    provider = get_mixture_or_task(mixture_or_task)
+    if feature not in provider.output_features:
+        known = ", ".join(provider.output_features)
+        raise ValueError(f"feature: {provider.name!r} has no feature {feature!r}; it has {known}")
+    return provider.output_features[feature].vocabulary
+
+
+def check_vocabulary(
+    mixture_or_task: str | Provider, vocab_size: int, features: Sequence[str] = ENCODER_DECODER.task_features
+) -> None:
+    """Raises ValueError where a model with `vocab_size` embedding rows has none for some of the task's ids."""
+    provider = get_mixture_or_task(mixture_or_task)
+    for feature in features:
+        ids = output_vocabulary(provider, feature).vocab_size
+        if ids > vocab_size:
+            raise ValueError(
+                f"vocab_size: {feature!r} of {provider.name!r} has ids up to {ids - 1}, the model has {vocab_size} "
+                f"rows; use at least vocab_size={-(-ids // 128) * 128}, or the task with the model's own vocabulary"
+            )
+
+
+def use_cache(mixture_or_task: str | Provider, use_cached_tasks: bool | None = None) -> bool:
+    """Whether to read seqio's cache. None: where every task that can be cached is. True: an error where one is not."""
+    provider = get_mixture_or_task(mixture_or_task)
+    cacheable = [task for task in seqio.get_subtasks(provider) if task.supports_caching]
+    missing = [task.name for task in cacheable if task.cache_dir is None]
+    if use_cached_tasks and (missing or not cacheable):
+        folders = ", ".join(map(str, seqio.get_global_cache_dirs())) or "none: see seqio.set_global_cache_dirs"
+        raise ValueError(
+            f"use_cached_tasks: no cache of {', '.join(missing) or repr(provider.name)} in the cache folders "
+            f"({folders}); make one with seqio_cache_tasks, or leave USE_CACHED_TASKS out to use one where there is one"
+        )
+    if use_cached_tasks is None:
+        return bool(cacheable) and not missing
+    return use_cached_tasks
+
+
+def with_split(provider: Provider, split: str) -> list[seqio.Task]:
+    return [task for task in seqio.get_subtasks(provider) if split in task.splits]
+
+
+def check_integers(**least: tuple[Any, int]) -> None:
+    for name, (value, minimum) in least.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum:
+            raise ValueError(f"{name}: expected an integer of at least {minimum}, got {value!r}")
