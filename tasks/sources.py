@@ -2,6 +2,7 @@
 
 Tfds      a dataset that TensorFlow Datasets has prepared, in --tfds_data_dir or in its own default folder.
 Files     files in the folder that the environment variable SYNTHESIZER_JAX_DATA names, read by a function.
+Lines     the lines of such files, or of any other text files, read as they are needed: files may be larger than memory.
 Examples  made by a function.
 
 Each has `description`, and `missing(split)`: how to get what is not there, or None.
@@ -29,15 +30,20 @@ class Tfds(seqio.TfdsDataSource):
     def __init__(self, name: str, splits: Sequence[str] | Mapping[str, str]):
         splits = dict(splits) if isinstance(splits, Mapping) else {split: split for split in splits}
         super().__init__(name, splits=splits, read_only=True)
-        self._slices = splits
+        self._name, self._slices = name, splits
+
+    @property
+    def tfds_dataset(self):
+        """A new one each time: seqio's keeps the folder that it first saw, whatever is set later (in a notebook)."""
+        return seqio.LazyTfdsLoader(self._name, split_map=self._slices, read_only=True)
 
     @property
     def description(self) -> str:
-        return f"TFDS {self.tfds_dataset.name}"
+        return f"TFDS {self._name}"
 
     def missing(self, split: str) -> str | None:
         loader = self.tfds_dataset
-        folder, name = loader.data_dir, loader.name
+        folder, name = loader.data_dir, self._name
         where = folder or f"{tfds.core.constants.DATA_DIR} (give another as --tfds_data_dir)"
         try:
             # A builder that seqio made before there was data would not see what has been prepared since.
@@ -110,6 +116,7 @@ class Files(Examples):
         others can be used.
       read: their paths -> examples.
       origin: where to get the files, for people.
+      part: where splits share files: (split, all examples of its files) -> those of the split.
     """
 
     def __init__(
@@ -117,26 +124,94 @@ class Files(Examples):
         files: Mapping[str, Sequence[str]],
         read: Callable[..., Iterable[Example]],
         origin: str,
+        part: Callable[[str, list[Example]], Sequence[Example]] = lambda split, examples: examples,
     ):
-        self._files, self._read, self._origin = files, read, origin
-        super().__init__(
-            self._from_files, tuple(files), f"files {', '.join(n for names in files.values() for n in names)}"
-        )
+        self._files, self._read, self._origin, self._part = files, read, origin, part
+        super().__init__(self._from_files, tuple(files), _description(files))
 
     def missing(self, split: str) -> str | None:
-        folder = os.environ.get(ENVIRONMENT)
-        if folder is None:
-            return f"{ENVIRONMENT} is not set; it names the folder that has {', '.join(self._files[split])}: {self._origin}"
-        absent = [name for name in self._files[split] if not pathlib.Path(folder, name).is_file()]
-        if absent:
-            return f"no {', '.join(absent)} in {folder}, which {ENVIRONMENT} names: {self._origin}"
-        return None
+        return _missing(self._files[split], self._origin)
 
     def _from_files(self, split):
         how = self.missing(split)
         if how is not None:
             raise FileNotFoundError(how)
-        examples = list(self._read(*(pathlib.Path(os.environ[ENVIRONMENT], name) for name in self._files[split])))
+        examples = self._part(split, list(self._read(*map(pathlib.Path, _paths(self._files[split])))))
         if not examples:
             raise ValueError(f"{', '.join(self._files[split])}: no examples in it")
         return examples
+
+
+class Lines(seqio.FileDataSource):
+    """{"text": line} for each line of text files (UTF-8), read as they are needed. Empty lines are left out.
+
+    Args:
+      files: split -> names or patterns ("news-*.txt.gz") below the folder of SYNTHESIZER_JAX_DATA; a path from the root,
+        or a remote one, is taken as it is. Files that end in ".gz" are unpacked.
+      origin: where to get the files, for people.
+      documents: whether lines up to an empty one are one text, with "\\n" between them, instead of a text each.
+    """
+
+    def __init__(self, files: Mapping[str, Sequence[str]], origin: str, documents: bool = False):
+        self._files, self._origin = files, origin
+        # One file after the other, as neighbouring lines belong together.
+        super().__init__(functools.partial(_texts, documents=documents), files, cycle_length=1, block_length=1)
+
+    @property
+    def description(self) -> str:
+        return _description(self._files)
+
+    def missing(self, split: str) -> str | None:
+        return _missing(self._files[split], self._origin)
+
+    def list_shards(self, split: str) -> list[str]:
+        how = self.missing(split)
+        if how is not None:
+            raise FileNotFoundError(how)
+        return _paths(self._files[split])
+
+
+def _texts(path: tf.Tensor, documents: bool) -> tf.data.Dataset:
+    compression = tf.where(tf.strings.regex_full_match(path, r".*\.gz"), "GZIP", "")
+
+    def cleaned(line):
+        valid = tf.strings.unicode_transcode(line, "UTF-8", "UTF-8", errors="replace")
+        with tf.control_dependencies([tf.debugging.Assert(valid == line, ["not UTF-8:", path, valid])]):
+            return tf.strings.strip(tf.strings.regex_replace(line, "^\ufeff", ""))
+
+    lines = tf.data.TextLineDataset(path, compression).map(cleaned, tf.data.AUTOTUNE)
+    texts = _documents(lines) if documents else lines
+    return texts.filter(lambda text: text != "").map(lambda text: {"text": text})
+
+
+def _documents(lines: tf.data.Dataset) -> tf.data.Dataset:
+    """Joined up to each empty line; "" where nothing ends."""
+
+    def step(begun, line):
+        ends, longer = line == "", tf.strings.join([begun, line], separator="\n")
+        return tf.where(ends, "", tf.where(begun == "", line, longer)), tf.where(ends, begun, "")
+
+    return lines.concatenate(tf.data.Dataset.from_tensors("")).scan("", step)
+
+
+def _paths(names: Sequence[str]) -> list[str]:
+    """The files that names or patterns stand for."""
+    folder = os.environ.get(ENVIRONMENT, "")
+    whole = [name if "://" in name else os.path.join(folder, name) for name in names]
+    return [path for name in whole for path in ([name] if tf.io.gfile.exists(name) else sorted(tf.io.gfile.glob(name)))]
+
+
+def _missing(names: Sequence[str], origin: str) -> str | None:
+    relative = [name for name in names if not os.path.isabs(name) and "://" not in name]
+    folder = os.environ.get(ENVIRONMENT)
+    if relative and folder is None:
+        return f"{ENVIRONMENT} is not set; it names the folder that has {', '.join(relative)}: {origin}"
+    absent = [name for name in names if not _paths([name])]
+    if absent:
+        where = f" in {folder}, which {ENVIRONMENT} names" if relative else ""
+        return f"no {', '.join(absent)}{where}: {origin}"
+    return None
+
+
+def _description(files: Mapping[str, Sequence[str]]) -> str:
+    return f"files {', '.join(dict.fromkeys(name for names in files.values() for name in names))}"
