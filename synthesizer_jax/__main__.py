@@ -1,7 +1,10 @@
-"""The command line: python -m synthesizer_jax {train,evaluate,infer,costs,reproduce} --gin_file=... --gin.NAME=VALUE"""
+"""The command line: python -m synthesizer_jax COMMAND, of which {train,evaluate,infer,costs,reproduce} are configured by
+--gin_file=... --gin.NAME=VALUE, and {tasks,cache} are about data and have flags of their own."""
 
 import argparse
+import functools
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +13,7 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow only reads data here and need not look for a GPU
 
 
+import absl.logging
 import jax
 from etils import epath
 
@@ -32,6 +36,11 @@ examples:
   see what would run, and what is missing:
     python -m synthesizer_jax train --gin_file=models/t5_base.gin --gin_file=runs/pretrain.gin --dry_run
 
+  what tasks there are, what their examples look like, and tokenising one once and for all:
+    python -m synthesizer_jax tasks
+    python -m synthesizer_jax tasks show quickstart_number --split=validation -n 3
+    python -m synthesizer_jax cache quickstart_number --output_cache_dir=cache
+
 Strings are quoted twice, because the shell takes one pair of quotes: --gin.ATTENTION='"R+V"'
 """
 
@@ -39,11 +48,19 @@ Strings are quoted twice, because the shell takes one pair of quotes: --gin.ATTE
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code. A fault of the user's is one message, a fault of ours a traceback."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args([a for a in argv if not a.startswith("--gin.")])
-    bindings = [a.removeprefix("--gin.") for a in argv if a.startswith("--gin.")]
     try:
-        _run(arguments, [*arguments.gin_bindings, *bindings])
-    except (ValueError, TypeError, OSError, FloatingPointError) as error:
+        if argv[:1] == ["tasks"]:
+            _tasks(_tasks_parser().parse_args(argv[1:]))
+        elif argv[:1] == ["cache"]:
+            _cache(_cache_parser().parse_args(argv[1:]))
+        else:
+            arguments = _parser().parse_args([a for a in argv if not a.startswith("--gin.")])
+            bindings = [a.removeprefix("--gin.") for a in argv if a.startswith("--gin.")]
+            _run(arguments, [*arguments.gin_bindings, *bindings])
+    except BrokenPipeError:  # `tasks | head`
+        sys.stdout = None
+        return 0
+    except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
         if not _raised_here(error):
             raise
         print("error: " + str(error).partition("\n  In call to configurable")[0], file=sys.stderr)
@@ -54,9 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
     search_paths = _split(arguments.gin_search_paths)
     plan = launch.make_plan(arguments.command, arguments.gin_file, bindings, search_paths)
-    _point_to_data(arguments.tfds_data_dir, _split(arguments.seqio_additional_cache_dirs))
-    if plan.vocabulary is not None:
-        os.environ["SYNTHESIZER_JAX_VOCAB"] = plan.vocabulary
+    _point_to_data(arguments, plan.vocabulary)
     for module in plan.task_modules:
         _import_tasks(module)
     facts = plan.preflight()
@@ -87,7 +102,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m synthesizer_jax",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Train, evaluate and use Synthesizer T5 models, configured by gin files.",
+        description="Train, evaluate and use Synthesizer T5 models, configured by gin files. About data, each with --help of "
+        "its own: `tasks` lists tasks and shows their examples, `cache` tokenises them once and for all.",
         epilog=f"{EXAMPLES}\nmacros of the shipped gin files:\n{macros}\n\nshipped gin files:\n  "
         + "\n  ".join(launch.shipped_files()),
     )
@@ -108,8 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR,DIR",
         help="where gin files are looked for before the shipped ones",
     )
-    add("--tfds_data_dir", metavar="DIR", help="where TensorFlow Datasets keeps its data")
-    add("--seqio_additional_cache_dirs", default="", metavar="DIR,DIR", help="where cached tasks are looked for")
+    _add_data_flags(add)
     add("--dry_run", action="store_true", help="check everything, print the resolved configuration, run nothing")
     return parser
 
@@ -118,16 +133,138 @@ def _split(paths: str) -> list[str]:
     return [path for path in paths.split(",") if path]
 
 
-def _point_to_data(tfds_data_dir: str | None, cache_dirs: Sequence[str]) -> None:
-    for flag, folder in [("tfds_data_dir", tfds_data_dir), *(("seqio_additional_cache_dirs", d) for d in cache_dirs)]:
-        if folder and "://" not in folder and not os.path.isdir(folder):
-            raise ValueError(f"--{flag}: no such directory: {folder}")
-    if tfds_data_dir or cache_dirs:
+def _add_data_flags(add) -> None:
+    add("--tfds_data_dir", metavar="DIR", help="where TensorFlow Datasets keeps its data")
+    add("--data_dir", metavar="DIR", help="the corpora that TFDS does not have; also SYNTHESIZER_JAX_DATA")
+    add("--seqio_additional_cache_dirs", default="", metavar="DIR,DIR", help="where cached tasks are looked for")
+
+
+def _point_to_data(arguments: argparse.Namespace, vocabulary: str | None) -> None:
+    """Tells seqio, and tasks by the environment, where things are."""
+    cache_dirs = _split(arguments.seqio_additional_cache_dirs)
+    named = {"tfds_data_dir": [arguments.tfds_data_dir], "data_dir": [arguments.data_dir]}
+    named["seqio_additional_cache_dirs"] = cache_dirs
+    for flag, folders in named.items():
+        for folder in folders:
+            if folder and "://" not in folder and not os.path.isdir(folder):
+                raise ValueError(f"--{flag}: no such directory: {folder}")
+    if vocabulary is not None:
+        os.environ["SYNTHESIZER_JAX_VOCAB"] = vocabulary
+    if arguments.data_dir:
+        os.environ["SYNTHESIZER_JAX_DATA"] = arguments.data_dir
+    if arguments.tfds_data_dir or cache_dirs:
         import seqio
 
-        if tfds_data_dir:
-            seqio.set_tfds_data_dir_override(tfds_data_dir)
+        if arguments.tfds_data_dir:
+            seqio.set_tfds_data_dir_override(arguments.tfds_data_dir)
         seqio.add_global_cache_dirs(list(cache_dirs))
+
+
+# Commands about data
+
+
+def _data_parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        f"python -m synthesizer_jax {command}", description=description, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--module", action="append", default=[], help="a module that registers tasks of your own; may be repeated")
+    add("--vocabulary", metavar="FILE", help="a copy of T5's SentencePiece model; also SYNTHESIZER_JAX_VOCAB")
+    _add_data_flags(add)
+    return parser
+
+
+def _tasks_parser() -> argparse.ArgumentParser:
+    parser = _data_parser(
+        "tasks",
+        "`tasks` lists all tasks: splits with their examples before preprocessing, where they come from, and how to get what "
+        'is missing. `tasks "glue_*"` lists some. `tasks show NAME` shows the first examples of a task or mixture.',
+    )
+    add = parser.add_argument
+    add("what", nargs="*", metavar="PATTERN | show NAME")
+    add("--split", default="validation", help="of show")
+    add("-n", type=int, default=3, help="how many examples to show")
+    add("--seed", type=int, default=0, help="of preprocessors that draw at random, and of mixing")
+    add("--full", action="store_true", help="texts and ids in whole")
+    add(
+        "--task_feature_lengths",
+        type=_lengths,
+        metavar='{"inputs": N, "targets": N}',
+        help="for tasks that make examples of a given length, such as span corruption; default 512 and 114",
+    )
+    return parser
+
+
+def _lengths(text: str) -> dict[str, int]:
+    lengths = json.loads(text)
+    if not isinstance(lengths, dict) or not all(isinstance(n, int) and n > 0 for n in lengths.values()):
+        raise ValueError(text)
+    return lengths
+
+
+def _tasks(arguments: argparse.Namespace) -> None:
+    what = arguments.what
+    if len(what) != 2 if what[:1] == ["show"] else len(what) > 1:
+        raise ValueError(f"tasks: expected nothing, a pattern such as 'glue_*', or show NAME, got {' '.join(what)}")
+    _point_to_data(arguments, arguments.vocabulary)
+    absl.logging.set_verbosity(absl.logging.ERROR)  # TFDS warns of each folder where nothing is yet
+    from_catalogue = functools.partial(getattr, importlib.import_module("synthesizer_jax.catalogue"))
+    if what[:1] != ["show"]:
+        found = list(from_catalogue("entries")(arguments.module, *what))
+        if not found:
+            raise ValueError(f"tasks: no task's name matches {what[0]!r}; `tasks` lists all")
+        return print(from_catalogue("table")(found))
+    for module in arguments.module:
+        _import_tasks(module)
+    options = {"seed": arguments.seed, "full": arguments.full}
+    for line in from_catalogue("show")(
+        what[1], arguments.split, arguments.n, arguments.task_feature_lengths, **options
+    ):
+        print(line)
+
+
+def _cache_parser() -> argparse.ArgumentParser:
+    parser = _data_parser("cache", "Tokenises tasks once and for all, with Apache Beam; training then reads the cache.")
+    add = parser.add_argument
+    add("names", nargs="+", metavar="NAME", help="tasks, and mixtures, all of whose tasks are cached")
+    add("--output_cache_dir", required=True, metavar="DIR")
+    add("--split", action="append", help="only this one; may be repeated; by default all whose data is there")
+    add("--num_shards", type=int, default=64, help="files of a split")
+    add("--seed", type=int, default=0, help="of preprocessors that draw at random")
+    add("--overwrite", action="store_true", help="make what is there again")
+    add(
+        "--pipeline_options",
+        default="--runner=DirectRunner",
+        metavar="--OPTION=VALUE,...",
+        help="of Beam, such as --pipeline_options=--runner=DataflowRunner,--project=...",
+    )
+    return parser
+
+
+def _cache(arguments: argparse.Namespace) -> None:
+    _point_to_data(arguments, arguments.vocabulary)
+    for module in arguments.module:
+        _import_tasks(module)
+    caching = importlib.import_module("synthesizer_jax.caching")
+    results = caching.cache(
+        arguments.names,
+        arguments.output_cache_dir,
+        splits=arguments.split,
+        num_shards=arguments.num_shards,
+        seed=arguments.seed,
+        overwrite=arguments.overwrite,
+        pipeline_options=_split(arguments.pipeline_options),
+        modules=arguments.module,
+        tfds_data_dir=arguments.tfds_data_dir,
+    )
+    for cached in results:
+        counts = "  ".join(f"{split} {count:,}" for split, count in cached.examples.items())
+        print(
+            f"{cached.name}  {counts}  {cached.folder}{'' if cached.made else '  (was there; --overwrite makes it again)'}"
+        )
+        for split, how in cached.left_out.items():
+            print(f"  {split} left out: {how}")
+    print(f"to read them, give the other commands --seqio_additional_cache_dirs={arguments.output_cache_dir}")
 
 
 def _import_tasks(module: str) -> None:

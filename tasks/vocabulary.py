@@ -22,8 +22,8 @@ PUBLIC_BY_HTTP = PUBLIC.replace("gs://", "https://storage.googleapis.com/")  # n
 SENTINELS = 100
 SECONDS = 4.0  # for a file of 0.8 MB; behind a proxy or a firewall a connection would hang for minutes
 HOW = (
-    f"give the path of a copy of T5's sentencepiece.model in the environment variable {ENVIRONMENT}, or on the command "
-    f"line as --gin.VOCABULARY='\"path/to/sentencepiece.model\"'; T5's own is {PUBLIC_BY_HTTP}"
+    f"give the path of a copy of T5's sentencepiece.model in the environment variable {ENVIRONMENT}, or to a command as "
+    f"--gin.VOCABULARY='\"path/to/sentencepiece.model\"' (tasks, cache: --vocabulary=FILE); T5's own is {PUBLIC_BY_HTTP}"
 )
 
 

@@ -22,7 +22,8 @@ FLOORS = (
     ("data", "training.loss", "training.optimizer"),
     ("training", "prediction"),
     ("evaluation",),
-    ("analysis", "preflight", "configuration"),
+    ("analysis", "preflight", "configuration", "catalogue"),
+    ("caching",),
     ("launch",),
     ("__main__",),
 )

@@ -1,0 +1,203 @@
+"""What tasks there are, whether their data is there, and what their examples look like: the `tasks` command.
+
+Importing this module takes seconds (TensorFlow, seqio), listing some more (t5).
+"""
+
+import dataclasses
+import fnmatch
+import importlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import seqio
+
+from synthesizer_jax import data, tasks
+from synthesizer_jax.tasks import sources
+
+KINDS = {  # features -> what reads them
+    "text to text": "for encoder-decoders: inputs, targets",
+    "text": "for language models: targets",
+    "classification": "for classifiers: inputs, a class as target",
+    "mixtures": "several tasks, examples drawn at these rates",
+}
+LENGTHS = {"inputs": 512, "targets": 114}  # where a task has to know how long a row is, as span corruption
+CHARACTERS, IDS = 400, 48  # shown of a text and of a row of ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One line of the catalogue."""
+
+    name: str
+    kind: str  # a key of KINDS
+    source: str  # of a mixture its tasks and rates
+    examples: Mapping[str, int | None]  # split -> rows before preprocessing; None: not known without reading all
+    missing: Mapping[str, str]  # split -> how to get its data
+    cached: bool
+
+
+def entries(modules: Iterable[str] = (), pattern: str = "*") -> Iterator[Entry]:
+    """All shipped tasks and mixtures, and what `modules` register, whose names match a pattern such as "glue_*"."""
+    for name in _names(modules):
+        if fnmatch.fnmatchcase(name, pattern):
+            provider = data.get_mixture_or_task(name)
+            yield _mixture(provider) if isinstance(provider, seqio.Mixture) else _task(provider)
+
+
+def _names(modules):
+    before = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
+    for module in modules:
+        importlib.import_module(module)
+    own = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()} - before
+    shipped = [name for names in tasks.CONTENTS.values() for name in names]
+    return [*shipped, *sorted(own - set(shipped))]
+
+
+def _task(task: seqio.Task) -> Entry:
+    missing = {split: how for split in task.splits if (how := how_to_get(task, split)) is not None}
+    examples = {split: _count(task, split) for split in task.splits if split not in missing}
+    source = getattr(task.source, "description", str(task.source))
+    return Entry(task.name, _kind(task), source, examples, missing, task.cache_dir is not None)
+
+
+def _mixture(mixture: seqio.Mixture) -> Entry:
+    parts = ", ".join(f"{task.name} {mixture.get_rate(task):,.10g}" for task in mixture.tasks)
+    missing = {
+        task.name: how for task in mixture.tasks for split in task.splits[:1] if (how := how_to_get(task, split))
+    }
+    return Entry(mixture.name, "mixtures", parts, {}, missing, all(task.cache_dir for task in mixture.tasks))
+
+
+def _kind(task: seqio.Task) -> str:
+    if "inputs" not in task.output_features:
+        return "text"
+    return "text to text" if task.output_features[data.TARGETS].add_eos else "classification"
+
+
+def how_to_get(task: seqio.Task, split: str) -> str | None:
+    """How to get the data of a split that is not there; None where it is, or where nothing is known of the source."""
+    source = task.source
+    if isinstance(source, sources.Tfds | sources.Examples):
+        return source.missing(split)
+    if isinstance(source, seqio.TfdsDataSource):
+        return sources.Tfds(source.tfds_dataset.name, (split,)).missing(split)
+    return None
+
+
+def _count(task, split):
+    count = task.num_input_examples(split)
+    return int(count) if count is not None and np.isfinite(count) else None
+
+
+def table(found: Sequence[Entry]) -> str:
+    """The entries as text for a terminal."""
+    lines, width = [], max((len(entry.name) for entry in found), default=0)
+    for kind, meaning in KINDS.items():
+        of_kind = [entry for entry in found if entry.kind == kind]
+        lines += [f"{kind} ({meaning})", *(f"  {entry.name:{width}}  {_line(entry)}" for entry in of_kind), ""] * bool(
+            of_kind
+        )
+    hints = dict.fromkeys(how for entry in found for how in entry.missing.values())
+    if hints:
+        lines += ["-: data that is not here", *(f"  {how}" for how in hints), ""]
+    return "\n".join(lines).rstrip()
+
+
+def _line(entry):
+    if entry.kind == "mixtures":
+        return entry.source + (f"  - without {', '.join(entry.missing)}" if entry.missing else "")
+    splits = [f"{split} {count:,}" if count is not None else split for split, count in entry.examples.items()]
+    splits += [f"{split} -" for split in entry.missing]
+    return "  ".join([*splits, entry.source, *(["cached"] if entry.cached else [])])
+
+
+# Examples
+
+
+def show(
+    name: str,
+    split: str = "validation",
+    count: int = 3,
+    task_feature_lengths: Mapping[str, int] | None = None,
+    seed: int = 0,
+    full: bool = False,
+) -> Iterator[str]:
+    """Lines with the first examples of a split: as they are in the source, and what the preprocessors make of them.
+
+    Examples are not cut to the lengths. full: texts and ids in whole.
+
+    Raises: ValueError where there is no such task or split, FileNotFoundError where its data is missing.
+    """
+    provider = data.get_mixture_or_task(name)
+    data.check_split(provider, split)
+    if count < 1:
+        raise ValueError(f"-n: expected at least 1, got {count}")
+    load_vocabularies(provider)
+    lengths = LENGTHS if task_feature_lengths is None else dict(task_feature_lengths)
+    if isinstance(provider, seqio.Task):
+        yield f"{name}, split {split}: {_task_line(provider, split)}"
+        raw = provider.source.get_dataset(split=split, shuffle=False)
+        before = list(raw.take(count).as_numpy_iterator())
+    else:
+        yield f"{name}, split {split}: {_mixture(provider).source}"
+        before = []
+    options = {"split": split, "shuffle": False, "seed": seed, "num_epochs": 1, "trim_output_features": False}
+    options |= {} if isinstance(provider, seqio.Task) else {"copy_pretokenized": True}
+    dataset = data.task_dataset(provider, lengths, **options)
+    after = list(dataset.take(count).as_numpy_iterator())
+    for number, pair in enumerate(itertools.zip_longest(before, after), start=1):
+        for example, when in zip(pair, ("before", "after"), strict=True):
+            if example is not None:
+                yield f"\nexample {number}, {when} preprocessing"
+                yield from _example(provider, example, full)
+
+
+def load_vocabularies(provider: data.Provider) -> None:
+    """Raises OSError or ValueError where one can't be read, as it is: inside of a pipeline it would be wrapped."""
+    for feature in provider.output_features:
+        _ = data.output_vocabulary(provider, feature).vocab_size
+
+
+def _task_line(task, split):
+    count = _count(task, split)
+    vocabulary = data.output_vocabulary(task)
+    return f"{_task(task).source}, {count if count is None else format(count, ',')} examples; targets are {vocabulary.vocab_size:,} ids"
+
+
+def _example(provider, example: Mapping[str, Any], full: bool) -> Iterator[str]:
+    for name, value in example.items():
+        if (
+            name.removesuffix("_pretokenized") in provider.output_features
+            and name.removesuffix("_pretokenized") in example
+        ):
+            continue  # shown with its ids
+        yield f"  {name}: {_shortened(_as_text(value), CHARACTERS, full)}"
+    for name in provider.output_features:
+        ids = np.asarray(example[name]) if name in example else np.zeros(0)
+        if np.issubdtype(ids.dtype, np.integer) and ids.ndim == 1 and name in example:
+            text = example.get(f"{name}_pretokenized")
+            text = data.output_vocabulary(provider, name).decode(ids.tolist()) if text is None else _as_text(text)
+            yield f"  {name}: {_shortened(str(text), CHARACTERS, full)}"
+            shown = ids if full else ids[:IDS]
+            more = f" and {len(ids) - len(shown)} more" if len(shown) < len(ids) else ""
+            yield f"    {len(ids)} ids: {' '.join(map(str, shown))}{more}"
+        elif name in example:
+            yield f"  {name}: {_shortened(_as_text(example[name]), CHARACTERS, full)}"
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_as_text(part)}" for name, part in value.items()) + "}"
+    array = np.asarray(value)
+    if array.ndim:
+        return "[" + ", ".join(map(_as_text, array.tolist())) + "]"
+    return str(value)
+
+
+def _shortened(text: str, limit: int, full: bool) -> str:
+    text = text.replace("\n", "\\n")
+    return text if full or len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
