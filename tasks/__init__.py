@@ -46,4 +46,22 @@ CONTENTS = {
     ),
     "synthesizer_jax.tasks.squad": ("squad_allanswers",),
     "synthesizer_jax.tasks.mixtures": ("glue_mix", "super_glue_mix", "en_mix_cotraining"),
+    "synthesizer_jax.tasks.wmt14": ("wmt14_en_de", "wmt14_en_fr", "wmt_t2t_en_de"),
+    "synthesizer_jax.tasks.multi30k": ("multi30k_en_de", "multi30k_de_en", "multi30k_en_fr", "multi30k_fr_en"),
+    "synthesizer_jax.tasks.lm1b": ("lm1b",),
+    "synthesizer_jax.tasks.cnn_dailymail": ("cnn_dailymail",),
+    "synthesizer_jax.tasks.ag_news": ("ag_news", "ag_news_class"),
+    "synthesizer_jax.tasks.movie_reviews": (
+        "movie_reviews",
+        "movie_reviews_class",
+        "imdb_reviews",
+        "imdb_reviews_class",
+    ),
+    "synthesizer_jax.tasks.lm_text": (
+        "wikitext2",
+        "wikitext2_span_corruption",
+        "tiny_shakespeare",
+        "tiny_shakespeare_span_corruption",
+    ),
+    "synthesizer_jax.tasks.personachat": ("personachat", "personachat_personas"),
 }

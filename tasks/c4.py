@@ -12,8 +12,9 @@ c4_prefix_lm         Each document, cut to "inputs" tokens, in two parts at a ra
 
 For a language model:
 
-c4_lm                "targets" alone: documents, each with its end, are joined and cut, so that every example is "targets"
-                     tokens long (t5's full_lm).
+c4_lm                "targets" alone: documents, each with its end, are joined and cut, so that every example is
+                     "targets" tokens long (t5's full_lm). Metrics: perplexity_per_word and perplexity_per_subword
+                     (perplexity.py).
 
 The first two are t5's c4_v220_span_corruption and c4_v220_prefix_lm, to the token with the same seed.
 """
@@ -23,7 +24,7 @@ import functools
 import seqio
 from t5.data import preprocessors
 
-from synthesizer_jax.tasks import features, sources
+from synthesizer_jax.tasks import features, perplexity, sources
 
 SOURCE = sources.Tfds("c4/en:2.2.0", splits=("train", "validation"))  # T5's version of it
 TOKENIZED_DOCUMENTS = (
@@ -52,6 +53,7 @@ seqio.TaskRegistry.add(
         *TOKENIZED_DOCUMENTS[1:],
         preprocessors.full_lm,
     ],
+    postprocess_fn=perplexity.scored,
     output_features=features.TEXT,
-    metric_fns=[],
+    metric_fns=[perplexity.perplexities],
 )
