@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train, evaluate and use Synthesizer T5 models, configured by gin files. About data, each with --help of "
         "its own: `tasks` lists tasks and shows their examples, `cache` tokenises them once and for all.",
         epilog=f"{EXAMPLES}\nmacros of the shipped gin files:\n{macros}\n\nshipped gin files:\n  "
-        + "\n  ".join(launch.shipped_files()),
+        + "\n  ".join(launch.shipped_files_in_short()),
     )
     add = parser.add_argument
     add("command", choices=launch.COMMANDS)

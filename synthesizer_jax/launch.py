@@ -183,7 +183,18 @@ def _imported(where: tuple[str, str]) -> Callable:
 
 def shipped_files() -> list[str]:
     """The gin files of the package, as they are named on the command line."""
-    return sorted(str(path.relative_to(_shipped_folder())) for path in _shipped_folder().glob("*/*.gin"))
+    folder = _shipped_folder()
+    found = [path for pattern in ("*/*.gin", "*/*/*.gin") for path in folder.glob(pattern)]
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+def shipped_files_in_short() -> list[str]:
+    """The same, those of a table of experiments on one line: experiments/c4/{D,R,V}.gin."""
+    tables: dict[str, list[str]] = {}
+    for name in shipped_files():
+        folder, _, file = name.rpartition("/")
+        tables.setdefault(folder if folder.count("/") else name, []).append(file.removesuffix(".gin"))
+    return [name if name.endswith(".gin") else f"{name}/{{{','.join(rows)}}}.gin" for name, rows in tables.items()]
 
 
 def _shipped_folder() -> epath.Path:
@@ -261,7 +272,7 @@ class _Reader:
         included = f", included by {including[-1]}" if including else ""
         raise ValueError(
             f"no gin file {name!r}{included}; looked in {', '.join(map(str, self.own_folders))} and among "
-            f"the shipped files{hint or ': ' + ', '.join(known)}"
+            f"the shipped files{hint or ': ' + ', '.join(shipped_files_in_short())}"
         )
 
     def _import(self, statement: config_parser.ImportStatement, place: str):

@@ -14,7 +14,9 @@ MODELS, ATTENTIONS, RUNS, EXPERIMENTS = (
     [name for name in launch.shipped_files() if name.startswith(f"{folder}/")]
     for folder in ("models", "attention", "runs", "experiments")
 )
-INCLUDED = ("models/options.gin", "runs/options.gin")  # parts of other files
+TABLES = sorted({name.rpartition("/")[0] for name in EXPERIMENTS if name.count("/") == 2})
+INCLUDED = ("models/options.gin", "runs/options.gin", "runs/mini.gin", *(f"{table}/table.gin" for table in TABLES))
+MINI = [f"{table}/mini.gin" for table in TABLES]  # given after another file
 GIVEN = ('MODEL_DIR="runs/run"', 'MIXTURE_OR_TASK_NAME="a_task"', 'TASK_FEATURE_LENGTHS={"inputs": 64, "targets": 16}',
          "BATCH_SIZE=8", "TRAIN_STEPS=10")  # fmt: skip
 MILLION = {"M": 1e6, "B": 1e9}
@@ -40,7 +42,7 @@ def is_rounded(text, count):
 
 
 def test_all_files_are_known():
-    assert len(MODELS) == 19 and len(ATTENTIONS) == 23 and len(RUNS) == 8
+    assert len(MODELS) == 19 and len(ATTENTIONS) == 23 and len(RUNS) == 10 and len(TABLES) == 10
     assert len(launch.shipped_files()) == len(MODELS + ATTENTIONS + RUNS + EXPERIMENTS)
 
 
@@ -122,8 +124,11 @@ def recipe(name):
             return "train", ["models/classifier_tiny.gin", name], [*GIVEN, "NUM_CLASSES=4"]
         case ["runs", _]:
             return "train", ["models/t5_tiny.gin", name], GIVEN
-        case ["experiments", _]:
+        case ["experiments", "quickstart.gin"]:
             return "reproduce", [name], []
+        case ["experiments", table, row]:
+            files = [name] if row != "mini.gin" else [f"experiments/{table}/R+V.gin", name]
+            return "train", files, [GIVEN[0], *([f"INITIAL_{checkpoint}"] if table == "en_mix" else [])]
 
 
 @pytest.mark.parametrize("name", [name for name in launch.shipped_files() if name not in INCLUDED])
@@ -133,3 +138,92 @@ def test_the_operative_configuration_parses_again(name, tmp_path):
     path = tmp_path / "config.gin"
     path.write_text(first.config)
     assert launch.make_plan(command, [str(path)], []).config == first.config
+
+
+# The tables of the paper
+
+ROWS = {  # the rows of each table in the paper, and what we add
+    "c4": "V R D FR R+V D+V LightConv DynConv",
+    "en_mix": "V R D R+V D+V",
+    "wmt14_en_de": "V fixedR R FR D FD R+D D+V R+V",
+    "wmt14_en_fr": "V fixedR R FR D FD R+D D+V R+V",
+    "multi30k": "V R D R+V D+V",
+    "lm1b": "V fixedR R FR D FD R+D D+V R+V",
+    "cnn_dailymail": "V R D R+V D+V",
+    "personachat": "V R D R+V D+V",
+    "ag_news": "V Linformer FR FR+V R+V",
+    "movie_reviews": "V Linformer FR FR+V R+V",
+}
+
+
+def experiment(name, *more):
+    _, files, flags = recipe(name)
+    return launch.make_plan("train", [*files, *more], flags).arguments
+
+
+def test_each_table_has_its_rows():
+    found = {
+        table: {name.rpartition("/")[2] for name in EXPERIMENTS if name.startswith(f"{table}/")} for table in TABLES
+    }
+    assert found == {
+        f"experiments/{table}": {f"{row}.gin" for row in [*rows.split(), "mini", "table"]}
+        for table, rows in ROWS.items()
+    }
+
+
+@pytest.mark.parametrize("table", ROWS)
+def test_the_rows_of_a_table_differ_in_attention_and_what_it_needs_alone(table):
+    runs = {row: experiment(f"experiments/{table}/{row}.gin") for row in ROWS[table].split()}
+    models = {row: run.pop("model") for row, run in runs.items()}
+    assert all(run == runs["V"] for run in runs.values())
+    assert len(set(models.values())) == len(models)
+    free = {"encoder_attention", "decoder_attention", "heads", "head_dim", "learned_positions", "mlp_features"}
+    for row, config in models.items():
+        changed = {f for f in vars(config) if getattr(config, f) != getattr(models["V"], f)}
+        assert changed <= (
+            free if table in ("c4", "en_mix") else free - {"heads", "head_dim", "learned_positions", "mlp_features"}
+        ), row
+
+
+@pytest.mark.parametrize("row, count", [("V", "223"), ("R", "254"), ("R+V", "292"), ("D", "224"), ("D+V", "243"), ("LightConv", "224"), ("DynConv", "257")])  # fmt: skip
+def test_the_c4_rows_have_the_papers_numbers_of_parameters(row, count):
+    assert f"{sj.count_parameters(experiment(f'experiments/c4/{row}.gin')['model']) / 1e6:.0f}" == count
+
+
+@pytest.mark.parametrize(
+    "name", [f"experiments/{table}/{row}.gin" for table, rows in ROWS.items() for row in rows.split()]
+)
+def test_a_row_builds_at_its_lengths_in_full_and_in_small(name):
+    for more in ((), (name.rpartition("/")[0] + "/mini.gin",)):
+        run = experiment(name, *more)
+        config = run["model"]
+        trained, fixed = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), parameters.abstract(config))
+        shapes = config.batch.shapes(2, run["task_feature_lengths"], run.get("pack", True))
+        inputs = {
+            n: jax.ShapeDtypeStruct(s, "int32")
+            for n, s in shapes.items()
+            if n in (*config.batch.inputs, *config.batch.packing)
+        }
+        logits = jax.eval_shape(lambda p, f, batch: parameters.bind(config, p, f)(**batch), trained, fixed, inputs)
+        assert logits.shape[0] == 2
+        if more:
+            assert sj.count_parameters(config) < 12e6 and run["train_steps"] <= 1000
+
+
+@pytest.mark.parametrize("table", ROWS)
+def test_an_experiments_file_serves_evaluation_too(table):
+    plan = launch.make_plan(
+        "evaluate", [f"experiments/{table}/R+V.gin", "runs/evaluate.gin"], ['CHECKPOINT_PATH="runs/x"']
+    )
+    assert plan.arguments["mixture_or_task_name"] == experiment(f"experiments/{table}/R+V.gin")["mixture_or_task_name"]
+
+
+def test_every_row_says_the_papers_number():
+    """Of PAPER's tables those that were read by hand, not by the script that wrote the files."""
+    for name, number in {
+        "wmt14_en_de/R+V": "28.47",
+        "lm1b/R": "40.60",
+        "c4/D+V": "1.832",
+        "ag_news/FR+V": "89.13",
+    }.items():
+        assert f" {number};" in text_of(f"experiments/{name}.gin")
