@@ -4,6 +4,7 @@ import functools
 import hashlib
 from collections.abc import Mapping
 
+import numpy as np
 import seqio
 import tensorflow as tf
 
@@ -14,6 +15,8 @@ from synthesizer_jax.models.batch import ENCODER_ONLY, BatchKeys
 def task_dataset(mixture_or_task: str | Provider, lengths: Mapping[str, int], **options) -> tf.data.Dataset:
     """Examples with the task's features in an order that depends on the options only, those of seqio's get_dataset."""
     provider = get_mixture_or_task(mixture_or_task)
+    if isinstance(provider, seqio.Mixture):
+        options |= {"log_mixing_proportions": False}  # seqio would read a part of the cache for it
     try:
         # seqio would keep small sources in memory, and with them in every saved state of an iterator.
         return provider.get_dataset(dict(lengths), try_in_mem_cache=False, **options).with_options(ordered())
@@ -27,7 +30,16 @@ def ordered() -> tf.data.Options:
     return options
 
 
+def number_of_examples(task: seqio.Task, split: str, use_cached: bool) -> int | None:
+    """Of the source, or the cache, before what follows; None where that is not known."""
+    if use_cached and task.supports_caching:
+        return task.get_cached_stats(split)["examples"]
+    count = task.num_input_examples(split)
+    return None if count is None or not np.isfinite(count) else int(count)
+
+
 def fingerprints(provider, lengths, keys, split, cached, seed) -> dict[str, str]:
+    """A hash of each task's first examples: it differs where text or vocabulary do. Raises where there is none."""
     key = tuple(lengths.items())
     return {task.name: _fingerprint(task, key, keys, split, cached, seed) for task in with_split(provider, split)}
 
@@ -36,7 +48,6 @@ def fingerprints(provider, lengths, keys, split, cached, seed) -> dict[str, str]
 def _fingerprint(
     task: seqio.Task, lengths: tuple[tuple[str, int], ...], keys: BatchKeys, split: str, cached: bool, seed: int
 ) -> str:
-    """A hash of a task's first examples: it differs where text or vocabulary do. Raises where there is none."""
     options = {"split": split, "use_cached": cached, "shuffle": False, "seed": seed, "num_epochs": 1}
     dataset = task_dataset(task, dict(lengths), **options)
     digest, count = hashlib.sha256(), 0

@@ -133,6 +133,16 @@ def use_cache(mixture_or_task: str | Provider, use_cached_tasks: bool | None = N
     return use_cached_tasks
 
 
+def check_shards(batch_size: int, shards: int) -> None:
+    """Raises ValueError unless each shard makes as many rows of a batch."""
+    check_integers(shards=(shards, 1))
+    if batch_size % shards:
+        nearest = max(n for n in range(1, min(shards, batch_size) + 1) if batch_size % n == 0)
+        raise ValueError(
+            f"shards: {batch_size} rows of a batch cannot be divided among {shards} shards; expected a divisor such as {nearest}"
+        )
+
+
 def with_split(provider: Provider, split: str) -> list[seqio.Task]:
     return [task for task in seqio.get_subtasks(provider) if split in task.splits]
 

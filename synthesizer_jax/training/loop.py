@@ -17,7 +17,7 @@ from synthesizer_jax import data, sharding
 from synthesizer_jax.models.batch import ENCODER_ONLY
 from synthesizer_jax.models.config import ModelConfig
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.training import checkpoint
+from synthesizer_jax.training import checkpoint, hosts
 from synthesizer_jax.training.logging import ScalarWriter, TrainingLog, model_info, say, shown, summarize
 from synthesizer_jax.training.optimizer import Adafactor, AdamW, Optimizer
 from synthesizer_jax.training.step import Trainer, TrainState
@@ -53,6 +53,7 @@ def train(
     z_loss: float = 1e-4,
     label_smoothing: float = 0.0,
     use_cached_tasks: bool | None = None,
+    data_shards: int = 1,
     checkpoint_period: int = 1000,
     keep: int | None = 3,
     log_period: int = 100,
@@ -83,6 +84,9 @@ def train(
       z_loss: weight of log(Z)^2; label_smoothing: probability given to other tokens or classes. See
         loss.py.
       use_cached_tasks: True: cached data only; False: never; None: where there is a cache.
+      data_shards: streams that the data is read in, each batch_size / data_shards rows of a batch; hosts divide them.
+        With 1 every host reads everything. Batches depend on this number, not on the hosts: a run is resumed with the
+        same one, on any number of hosts.
       checkpoint_period: steps between checkpoints; there is one more at the end.
       keep: how many checkpoints stay; None: all.
       log_period: steps between entries of the log.
@@ -102,6 +106,7 @@ def train(
     if mixture_or_task_module is not None:
         _import(mixture_or_task_module)
     data.check_packing(model.batch, pack)
+    data.check_shards(batch_size, data_shards)
     data.check_model(mixture_or_task_name, model)
     trainer = Trainer(model, optimizer, devices, random_seed, z_loss, label_smoothing)
     _write_model_info(model_dir, trainer)
@@ -109,7 +114,8 @@ def train(
     source = {"task_feature_lengths": task_feature_lengths, "batch_size": batch_size, "keys": model.batch}
     source |= {"use_cached_tasks": use_cached_tasks, "shard": (jax.process_index(), jax.process_count())}
     with contextlib.ExitStack() as stack:
-        batches = stack.enter_context(data.TrainBatches(mixture_or_task_name, seed=random_seed, pack=pack, **source))
+        order = {"seed": random_seed, "pack": pack, "shards": data_shards}
+        batches = stack.enter_context(data.TrainBatches(mixture_or_task_name, **order, **source))
         writer = stack.enter_context(checkpoint.CheckpointWriter(model_dir, keep))
         state, step = _begin(trainer, batches, model_dir, initial_checkpoint_path, train_steps)
         targets = "examples" if model.batch == ENCODER_ONLY else "target_tokens"
@@ -134,14 +140,20 @@ class _Run:
     def to(self, train_steps: int, state: TrainState, step: int, model_dir: str) -> TrainResult:
         train_step = self.trainer.train_step()
         metrics, evaluations = {}, {}
+        batch = self._next_batch() if step < train_steps else None
         while step < train_steps:
-            state, sums = train_step(state, sharding.place_batch(self.trainer.mesh, next(self.batches)))
+            state, sums = train_step(state, batch)
             step += 1
-            self.log.add(sums)
-            self.writer.check()
 
             def due(period, last=step == train_steps, step=step):
                 return period is not None and (last or step % period == 0)
+
+            # The devices have begun; until their results are needed below, the next batch is read and brought to them.
+            # A checkpoint has the place before it.
+            position = self._position() if due(self.checkpoint_period) else None
+            batch = self._next_batch() if step < train_steps else None
+            self.log.add(sums)
+            self.writer.check()
 
             # A log entry ends at each checkpoint, and all that belongs to a step is told before it is saved. So a
             # resumed run tells what one that never stopped would have, and nothing that is not finite is ever saved.
@@ -151,13 +163,19 @@ class _Run:
                 evaluations = self.evaluation(state, step)
                 self.log.restart_clock()
             if due(self.checkpoint_period):
-                self._save(step, state)
+                self.writer.save(step, state, self.trainer.config, {"data": position})
                 self.log.restart_clock()
         return TrainResult(step, metrics, evaluations, f"{model_dir}/{checkpoint.PREFIX}_{step}", state)
 
-    def _save(self, step, state):
-        position = base64.b64encode(self.batches.state()).decode()
-        self.writer.save(step, state, self.trainer.config, {"data": position})
+    def _next_batch(self) -> dict[str, jax.Array]:
+        return sharding.place_batch(self.trainer.mesh, next(self.batches))
+
+    def _position(self) -> str:
+        """In the data; where hosts have streams of their own, that of all."""
+        state = self.batches.state()
+        if self.batches.divided:
+            state = data.merge_states(hosts.gather(state))
+        return base64.b64encode(state).decode()
 
 
 def _begin(trainer, batches, model_dir, initial_checkpoint_path, train_steps) -> tuple[TrainState, int]:
