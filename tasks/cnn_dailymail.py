@@ -24,7 +24,8 @@ SIGNATURE = (
     f"rouge_score {importlib.metadata.version('rouge-score')}, F measure, mean over examples, no stemming, sentences "
     "end at newlines and at .!? before a space"
 )
-_END = re.compile(r"""(?<=[.!?])((?:["'”’)\]]|'')*)\s+""")
+_NO_END = ("[A-Za-z]", "Mr", "Mrs", "Ms", "Dr")  # initials ("U.S. forces", "2 a.m. on Monday") and titles
+_END = re.compile("(?<=[.!?])" + "".join(rf"(?<!\b{word}\.)" for word in _NO_END) + r"""(["'”’)\]]*)\s+(?![a-z])""")
 
 
 def sentences(text: str) -> list[str]:
