@@ -5,8 +5,11 @@ VOCABULARY), otherwise from T5's public location, of which a copy is kept in the
 model will do that has padding as 0 and the end of a sequence as 1.
 """
 
+import contextlib
+import functools
 import os
 import pathlib
+import shutil
 import tempfile
 import threading
 import urllib.request
@@ -49,20 +52,8 @@ class T5Vocabulary(seqio.SentencePieceVocabulary):
 
     def _model_context(self):
         if self._model is None:
-            self._model = self._load()
+            self._model = _load(self.sentencepiece_model_file, self._extra_ids)
         return self._model
-
-    def _load(self):
-        where = self.sentencepiece_model_file
-        read = seqio.SentencePieceVocabulary(local_copy(where), extra_ids=self._extra_ids)
-        try:
-            context = read._model_context()
-        except (DecodeError, RuntimeError) as error:
-            raise ValueError(f"vocabulary: {where} is not a SentencePiece model ({error}); {HOW}") from error
-        special = {"padding": context.tokenizer.pad_id(), "end of sequence": context.tokenizer.eos_id()}
-        if tuple(special.values()) != (0, 1):
-            raise ValueError(f"vocabulary: expected padding 0 and end of sequence 1, {where} has {special}; {HOW}")
-        return context
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, seqio.SentencePieceVocabulary):
@@ -79,37 +70,63 @@ class T5Vocabulary(seqio.SentencePieceVocabulary):
         return hash(SENTINELS)  # equal vocabularies may differ in all that is known without reading them
 
 
-def local_copy(path: str) -> str:
-    """A path in the local file system with the same content; remote files are read within SECONDS or not at all."""
-    if "://" not in path:
-        if not pathlib.Path(path).is_file():
-            raise FileNotFoundError(f"vocabulary: no such file: {path}; {HOW}")
-        return path
-    if path != PUBLIC:
-        return _written(_within_seconds(path, lambda: tf.io.gfile.GFile(path, "rb").read()))
-    kept = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "synthesizer_jax"
-    copy = kept / "t5_sentencepiece.model"
-    if not copy.is_file():
-        downloaded = _written(_within_seconds(path, _download))
+@functools.lru_cache(maxsize=None)  # gin copies vocabularies, and a copy reads anew
+def _load(where: str, extra_ids: int):
+    with tempfile.TemporaryDirectory(prefix="sentencepiece-") as folder:
+        path = _local(where, pathlib.Path(folder))
         try:
-            kept.mkdir(parents=True, exist_ok=True)
-            os.replace(downloaded, copy)
-        except OSError:
-            return downloaded  # no folder to keep it in, or one on another disk
-    return str(copy)
+            context = seqio.SentencePieceVocabulary(str(path), extra_ids=extra_ids)._model_context()
+        except tf.errors.OpError as error:
+            raise OSError(f"vocabulary: cannot read {where}: {error.message}; {HOW}") from error
+        except (DecodeError, RuntimeError) as error:
+            copy = f" (read as {path})" if path == _kept() else ""
+            raise ValueError(f"vocabulary: {where}{copy} is not a SentencePiece model ({error}); {HOW}") from error
+        special = {"padding": context.tokenizer.pad_id(), "end of sequence": context.tokenizer.eos_id()}
+        if tuple(special.values()) != (0, 1):
+            raise ValueError(f"vocabulary: expected padding 0 and end of sequence 1, {where} has {special}; {HOW}")
+        if where == PUBLIC:
+            _keep(path)
+        return context
+
+
+def _local(where: str, folder: pathlib.Path) -> pathlib.Path:
+    """A file with the same content; of a remote one, which is read within SECONDS or not at all, a copy in the folder."""
+    if where == PUBLIC and _kept().is_file():
+        return _kept()
+    if "://" in where:
+        copy = folder / "copy.model"
+        copy.write_bytes(_within_seconds(where, _download if where == PUBLIC else functools.partial(_remote, where)))
+        return copy
+    if not pathlib.Path(where).is_file():
+        raise FileNotFoundError(f"vocabulary: no such file: {where}; {HOW}")
+    return pathlib.Path(where)
+
+
+def _kept() -> pathlib.Path:
+    """Where the copy of T5's own is kept."""
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(cache, "synthesizer_jax", "t5_sentencepiece.model")
+
+
+def _keep(path: pathlib.Path) -> None:
+    """Only what was found to be a model: what a proxy says in its place would be read for ever. Whole or not at all."""
+    if path == _kept():
+        return
+    with contextlib.suppress(OSError):  # no folder to keep it in
+        _kept().parent.mkdir(parents=True, exist_ok=True)
+        partial = _kept().with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        shutil.copyfile(path, partial)
+        os.replace(partial, _kept())
+
+
+def _remote(path: str) -> bytes:
+    with tf.io.gfile.GFile(path, "rb") as file:
+        return file.read()
 
 
 def _download() -> bytes:
     with urllib.request.urlopen(PUBLIC_BY_HTTP, timeout=SECONDS) as response:
         return response.read()
-
-
-def _written(content: bytes) -> str:
-    """A new file with this content."""
-    descriptor, path = tempfile.mkstemp(prefix="sentencepiece-", suffix=".model")
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    return path
 
 
 def _within_seconds(path: str, read: Callable[[], bytes]) -> bytes:
