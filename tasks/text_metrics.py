@@ -91,7 +91,7 @@ def cider(targets: Targets, predictions: Sequence[str]) -> dict[str, float]:
     """CIDEr-D (Vedantam et al. 2015, section 8), which nlg-eval and coco-caption report as CIDEr; without stemming.
 
     For a prediction c and references s_j, with g_n(.) = count * log(N / df) over n-grams, df the number of the N
-    examples of which a reference has the n-gram, and l the number of bigrams:
+    examples of which a reference has the n-gram, and l the number of words:
 
         10 * mean_n mean_j exp(-(l_c - l_j)^2 / 2 sigma^2) * min(g_n(c), g_n(s_j)) . g_n(s_j) / |g_n(c)| |g_n(s_j)|
 
@@ -107,7 +107,7 @@ def cider(targets: Targets, predictions: Sequence[str]) -> dict[str, float]:
         return [{ngram: count * rarity[ngram] for ngram, count in of_n.items()} for of_n in counts]
 
     def similarity(prediction: Counts, reference: Counts) -> float:
-        longer = prediction[1].total() - reference[1].total()
+        longer = prediction[0].total() - reference[0].total()
         cosines = map(_clipped_cosine, vectors(prediction), vectors(reference))
         return math.exp(-(longer**2) / (2 * SIGMA**2)) * sum(cosines) / NGRAMS
 
