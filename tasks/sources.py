@@ -104,8 +104,11 @@ class Examples(seqio.DataSource):
 
     def get_dataset(self, split="train", shuffle=True, seed=None, shard_info=None, **unused) -> tf.data.Dataset:
         examples = self._examples(split)
-        dataset = tf.data.Dataset.from_tensor_slices({name: [e[name] for e in examples] for name in examples[0]})
-        return dataset.shuffle(len(examples), seed=seed, reshuffle_each_iteration=True) if shuffle else dataset
+        columns = {name: tf.constant([example[name] for example in examples]) for name in examples[0]}
+        numbers = tf.data.Dataset.range(len(examples))
+        if shuffle:  # the numbers, as a saved iterator holds what is in its shuffle buffer
+            numbers = numbers.shuffle(len(examples), seed=seed, reshuffle_each_iteration=True)
+        return numbers.map(lambda number: {name: column[number] for name, column in columns.items()})
 
 
 class Files(Examples):
