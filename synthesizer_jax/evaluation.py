@@ -2,6 +2,7 @@
 
 Metrics are those of the seqio task. A language model has perplexity besides: exp of the mean of - log p(target token),
 each token of each example (cut to its length) counting once. A classifier of a task without metrics has accuracy in %.
+Texts among a task's metrics, such as BLEU's signature, stand with the numbers.
 
 Every host runs the same number of padded batches; the first one writes. Results go to
 `inference_eval/<task>-<step>.jsonl` (a line per example) and `inference_eval/<task>-metrics.jsonl` (a line per
@@ -81,7 +82,7 @@ def evaluate(
         if task.metric_objs:
             evaluator = split_of_task.evaluator((logger,) if jax.process_index() == 0 else (), folder)
             computed, _ = evaluator.evaluate(compute_metrics=True, step=step, model_fns=functions)
-            results[task.name] = own.metrics | computed.result()[task.name]
+            results[task.name] = own.metrics | _plain(computed.result()[task.name])
         else:
             if jax.process_index() == 0:
                 logger(str(folder))(task.name, step, {}, split_of_task.examples(), {}, None)
@@ -376,11 +377,23 @@ class _ResultLogger(seqio.loggers.Logger):
             )
         )
         _write_lines(folder / f"{name}-{step}.jsonl", lines)
-        scalars = {key: value.value for key, value in metrics.items() if isinstance(value, seqio.metrics.Scalar)}
         log = folder / f"{name}-metrics.jsonl"
         before = log.read_text().splitlines() if log.exists() else []
-        _write_lines(log, [*map(json.loads, before), {"step": step} | scalars])
+        _write_lines(log, [*map(json.loads, before), {"step": step} | _plain(metrics)])
         self._tensorboard(name, step, metrics, dataset, inferences, targets)
+
+
+def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and texts. What else a metric may give, as histograms and pictures, is in TensorBoard."""
+    plain = {}
+    for name, value in metrics.items():
+        if isinstance(value, seqio.metrics.Scalar):
+            plain[name] = value.value
+        elif isinstance(value, seqio.metrics.Text):
+            plain[name] = tf.compat.as_text(value.textdata)
+        elif not isinstance(value, seqio.metrics.MetricValue):
+            plain[name] = value
+    return plain
 
 
 def _write_lines(path: epath.Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -33,9 +33,13 @@ def scored(
         return text
     ids = [int(i) for i in example["targets"]]
     ends = ids.count(vocabulary.eos_id)
-    begun = sum(vocabulary.tokenizer.id_to_piece(i).count(SPACE) for i in ids if i != vocabulary.eos_id)
-    whole = "targets_pretokenized" not in example or len(vocabulary.encode(text)) + 1 <= len(ids)
-    return {"words": begun + ends, "subwords": len(ids), "cut": int(not whole)}
+    one_text = "targets_pretokenized" in example  # and not several that were joined
+    cut = one_text and len(vocabulary.encode(text)) + 1 > len(ids)
+    if one_text and not cut:
+        words = len(text.split())
+    else:
+        words = sum(vocabulary.tokenizer.id_to_piece(i).count(SPACE) for i in ids if i != vocabulary.eos_id)
+    return {"words": words + ends, "subwords": len(ids), "cut": int(cut)}
 
 
 def perplexities(targets: Sequence[Scored], scores: Sequence[float]) -> dict[str, float]:

@@ -263,7 +263,7 @@ print(json.dumps(counts))
 
 
 def test_examples_are_t5s_own(shared):
-    """Tokens and texts: all documents of C4, with the same noise from the same seed, and the other tasks' first rows."""
+    """Tokens and texts: all documents of C4, with the same noise from the same seed, and the others' first rows."""
     environment = {"SYNTHESIZER_JAX_VOCAB": str(shared / "data/vocab/t5/spiece.model")}
     counts = run_program(
         BESIDE_T5,
