@@ -1,8 +1,8 @@
 """T5's vocabulary, read when it is first used: 32,000 SentencePiece pieces, then 100 sentinels.
 
-It is read from the path in the environment variable SYNTHESIZER_JAX_VOCAB (on the command line also the macro
-VOCABULARY), otherwise from T5's public location, of which a copy is kept in the user's cache folder. Any SentencePiece
-model will do that has padding as 0 and the end of a sequence as 1.
+It is read from the path or http address in the environment variable SYNTHESIZER_JAX_VOCAB (on the command line also
+the macro VOCABULARY), otherwise from T5's public location, of which a copy is kept in the user's cache folder. Any
+SentencePiece model will do that has padding as 0 and the end of a sequence as 1.
 """
 
 import contextlib
@@ -95,7 +95,7 @@ def _local(where: str, folder: pathlib.Path) -> pathlib.Path:
         return _kept()
     if "://" in where:
         copy = folder / "copy.model"
-        copy.write_bytes(_within_seconds(where, _download if where == PUBLIC else functools.partial(_remote, where)))
+        copy.write_bytes(_within_seconds(where, functools.partial(_fetch, where)))
         return copy
     if not pathlib.Path(where).is_file():
         raise FileNotFoundError(f"vocabulary: no such file: {where}; {HOW}")
@@ -119,14 +119,13 @@ def _keep(path: pathlib.Path) -> None:
         os.replace(partial, _kept())
 
 
-def _remote(path: str) -> bytes:
-    with tf.io.gfile.GFile(path, "rb") as file:
+def _fetch(path: str) -> bytes:
+    address = PUBLIC_BY_HTTP if path == PUBLIC else path
+    if address.startswith(("http://", "https://")):
+        with urllib.request.urlopen(address, timeout=SECONDS) as response:
+            return response.read()
+    with tf.io.gfile.GFile(address, "rb") as file:
         return file.read()
-
-
-def _download() -> bytes:
-    with urllib.request.urlopen(PUBLIC_BY_HTTP, timeout=SECONDS) as response:
-        return response.read()
 
 
 def _within_seconds(path: str, read: Callable[[], bytes]) -> bytes:

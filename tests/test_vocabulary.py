@@ -108,6 +108,12 @@ def test_a_remote_path_is_read_by_tensorflow(model):
     assert T5Vocabulary(remote).encode("a")  # remembered
 
 
+def test_an_http_address(model, server, tmp_path):
+    address = server(giving(model.read_bytes()))
+    assert T5Vocabulary(address) == T5Vocabulary(str(model)) and T5Vocabulary(address).vocab_size == 400
+    assert len(server.requests) == 1 and not (tmp_path / "cache").exists()
+
+
 def test_the_public_one_is_asked_for_once(model, server, monkeypatch, tmp_path):
     monkeypatch.setattr(vocabulary, "PUBLIC_BY_HTTP", server(giving(model.read_bytes())))
     assert T5Vocabulary() == T5Vocabulary(str(model))
