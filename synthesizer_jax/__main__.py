@@ -2,12 +2,13 @@
 --gin_file=... --gin.NAME=VALUE, and {tasks,cache} are about data and have flags of their own."""
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow only reads data here and need not look for a GPU
@@ -68,7 +69,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Without what libraries in C++ write past Python, and past their own settings, while they start."""
+    sys.stderr.flush()
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
+def _start_tensorflow() -> None:
+    """TensorFlow only reads data here, but tells half a screen about processors and accelerators as it starts."""
+    with _silent_stderr():
+        importlib.import_module("synthesizer_jax.data")
+
+
 def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
+    if arguments.command != "costs":
+        _start_tensorflow()
     search_paths = _split(arguments.gin_search_paths)
     plan = launch.make_plan(arguments.command, arguments.gin_file, bindings, search_paths)
     _point_to_data(arguments, plan.vocabulary)
@@ -206,6 +229,7 @@ def _tasks(arguments: argparse.Namespace) -> None:
     what = arguments.what
     if len(what) != 2 if what[:1] == ["show"] else len(what) > 1:
         raise ValueError(f"tasks: expected nothing, a pattern such as 'glue_*', or show NAME, got {' '.join(what)}")
+    _start_tensorflow()
     _point_to_data(arguments, arguments.vocabulary)
     absl.logging.set_verbosity(absl.logging.ERROR)  # TFDS warns of each folder where nothing is yet
     from_catalogue = functools.partial(getattr, importlib.import_module("synthesizer_jax.catalogue"))
@@ -242,6 +266,7 @@ def _cache_parser() -> argparse.ArgumentParser:
 
 
 def _cache(arguments: argparse.Namespace) -> None:
+    _start_tensorflow()
     _point_to_data(arguments, arguments.vocabulary)
     for module in arguments.module:
         _import_tasks(module)

@@ -58,7 +58,7 @@ def _names(modules):
 def _task(task: seqio.Task) -> Entry:
     missing = {split: how for split in task.splits if (how := how_to_get(task, split)) is not None}
     examples = {split: _count(task, split) for split in task.splits if split not in missing}
-    source = getattr(task.source, "description", str(task.source))
+    source = task.source.description if isinstance(task.source, sources.OURS) else str(task.source)
     return Entry(task.name, _kind(task), source, examples, missing, task.cache_dir is not None)
 
 
@@ -79,7 +79,7 @@ def _kind(task: seqio.Task) -> str:
 def how_to_get(task: seqio.Task, split: str) -> str | None:
     """How to get the data of a split that is not there; None where it is, or where nothing is known of the source."""
     source = task.source
-    if isinstance(source, sources.Tfds | sources.Examples):
+    if isinstance(source, sources.OURS):
         return source.missing(split)
     if isinstance(source, seqio.TfdsDataSource):
         return sources.Tfds(source.tfds_dataset.name, (split,)).missing(split)
@@ -144,7 +144,6 @@ def show(
         yield f"{name}, split {split}: {_mixture(provider).source}"
         before = []
     options = {"split": split, "shuffle": False, "seed": seed, "num_epochs": 1, "trim_output_features": False}
-    options |= {} if isinstance(provider, seqio.Task) else {"copy_pretokenized": True}
     dataset = data.task_dataset(provider, lengths, **options)
     after = list(dataset.take(count).as_numpy_iterator())
     for number, pair in enumerate(itertools.zip_longest(before, after), start=1):
@@ -162,29 +161,23 @@ def load_vocabularies(provider: data.Provider) -> None:
 
 def _task_line(task, split):
     count = _count(task, split)
-    vocabulary = data.output_vocabulary(task)
-    return f"{_task(task).source}, {count if count is None else format(count, ',')} examples; targets are {vocabulary.vocab_size:,} ids"
+    rows = "" if count is None else f", {count:,} examples"
+    return f"{_task(task).source}{rows}; targets are {data.output_vocabulary(task).vocab_size:,} ids"
 
 
 def _example(provider, example: Mapping[str, Any], full: bool) -> Iterator[str]:
     for name, value in example.items():
-        if (
-            name.removesuffix("_pretokenized") in provider.output_features
-            and name.removesuffix("_pretokenized") in example
-        ):
-            continue  # shown with its ids
-        yield f"  {name}: {_shortened(_as_text(value), CHARACTERS, full)}"
-    for name in provider.output_features:
-        ids = np.asarray(example[name]) if name in example else np.zeros(0)
-        if np.issubdtype(ids.dtype, np.integer) and ids.ndim == 1 and name in example:
-            text = example.get(f"{name}_pretokenized")
-            text = data.output_vocabulary(provider, name).decode(ids.tolist()) if text is None else _as_text(text)
-            yield f"  {name}: {_shortened(str(text), CHARACTERS, full)}"
-            shown = ids if full else ids[:IDS]
-            more = f" and {len(ids) - len(shown)} more" if len(shown) < len(ids) else ""
-            yield f"    {len(ids)} ids: {' '.join(map(str, shown))}{more}"
-        elif name in example:
-            yield f"  {name}: {_shortened(_as_text(example[name]), CHARACTERS, full)}"
+        if name.endswith("_pretokenized"):
+            continue  # the text that the ids give is what a model sees
+        ids = np.asarray(value)
+        if name not in provider.output_features or ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            yield f"  {name}: {_shortened(_as_text(value), CHARACTERS, full)}"
+            continue
+        text = str(data.output_vocabulary(provider, name).decode(ids.tolist()))
+        shown = ids if full else ids[:IDS]
+        more = f" and {len(ids) - len(shown)} more" if len(shown) < len(ids) else ""
+        yield f"  {name}: {_shortened(text, CHARACTERS, full)}"
+        yield f"    {len(ids)} ids: {' '.join(map(str, shown))}{more}"
 
 
 def _as_text(value: Any) -> str:

@@ -1,7 +1,8 @@
 """What a trained model says: metrics over every example of a split, and inference on tasks and text files.
 
 Metrics are those of the seqio task. A language model has perplexity besides: exp of the mean of - log p(target token),
-each token of each example (cut to its length) counting once. A classifier of a task without metrics has accuracy in %.
+each token of each example (cut to its length) counting once; so has an encoder-decoder, given the inputs and the tokens
+before, on a task without metrics, such as span corruption. A classifier of a task without metrics has accuracy in %.
 Texts among a task's metrics, such as BLEU's signature, stand with the numbers.
 
 Every host runs the same number of padded batches; the first one writes. Results go to
@@ -136,7 +137,7 @@ def _own_metrics(examples: _Split, predictor: Predictor) -> tuple[_Own, dict[int
     """The model's own metrics, and the functions that give seqio's metrics what they ask for."""
     kinds = {PREDICTION: predictor.predict, SCORE: predictor.score}
     functions = {kind: functools.partial(_by_index, function) for kind, function in kinds.items()}
-    if examples.keys == DECODER_ONLY:
+    if examples.keys == DECODER_ONLY or (examples.keys == ENCODER_DECODER and not examples.task.metric_objs):
         answers = list(_answers(predictor.score, examples.enumerated()))
         scores = [(index, score) for index, score, _ in answers]
         tokens = sum(int(example["decoder_loss_weights"].sum()) for _, _, example in answers)
@@ -270,12 +271,11 @@ def _tasks_with_split(name: str, split: str) -> list[seqio.Task]:
 
 
 def tasks_with_metrics(name: str, split: str, keys: BatchKeys = ENCODER_DECODER) -> list[seqio.Task]:
-    """The tasks that `evaluate` evaluates. Raises ValueError where there are none, or where a metric cannot be had."""
+    """The tasks that `evaluate` evaluates: those with metrics, where some of them have any. Raises ValueError where a
+    metric cannot be had."""
     tasks = _tasks_with_split(name, split)
-    if keys == ENCODER_DECODER:  # the other kinds have metrics of their own
-        tasks = [task for task in tasks if task.metric_objs]
-    if not tasks:
-        raise ValueError(f"mixture_or_task_name: {name!r} has no metrics; use `infer` to see what a model says")
+    if keys == ENCODER_DECODER:  # a mixture's pretraining tasks would take longest, and say least
+        tasks = [task for task in tasks if task.metric_objs] or tasks
     kinds, given = _GIVEN[keys]
     for task in tasks:
         data.check_features(task, keys)

@@ -262,10 +262,6 @@ EVALUATION = {
         "more than max_length=64",
     ),
     "task of another vocabulary": ({"MIXTURE_OR_TASK_NAME": '"bad_input_large_vocabulary"'}, "the model has 2176 rows"),
-    "task without metrics": (
-        {"MIXTURE_OR_TASK_NAME": '"quickstart_span_corruption"'},
-        "'quickstart_span_corruption' has no metrics; use `infer`",
-    ),
     "results that cannot be written": ({"OUTPUT_DIR": '"/dev/null/x"'}, "output_dir: cannot write to /dev/null/x"),
 }
 

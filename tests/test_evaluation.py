@@ -15,6 +15,7 @@ import synthesizer_jax as sj
 from synthesizer_jax.evaluation import evaluate, infer
 from synthesizer_jax.models import parameters
 from synthesizer_jax.tasks.quickstart import OUTPUT_FEATURES, VOCABULARY
+from synthesizer_jax.training import checkpoint
 from synthesizer_jax.training.checkpoint import CheckpointWriter
 
 STEP = 7
@@ -138,6 +139,24 @@ def test_a_mixture_by_tasks_beside_the_checkpoint(model_dir):
     assert [line["examples"] for line in lines(folder / "evaluation_test_upper-metrics.jsonl")] == [4, 5]  # appended
 
 
+def test_a_task_without_metrics_has_perplexity_per_target_token(model_dir, tmp_path):
+    result = run(evaluate, model_dir, tmp_path, "evaluation_test_no_metric", batch_size=2)["evaluation_test_no_metric"]
+    config, trained, fixed = checkpoint.restore_params(str(model_dir))
+    nats, tokens = 0.0, 0
+    for example in examples(5):  # each alone, without padding
+        inputs, targets = (np.array([[*VOCABULARY.encode(example[name]), 1]], np.int32) for name in LENGTHS)
+        before = jnp.pad(jnp.asarray(targets[:, :-1]), ((0, 0), (1, 0)))
+        logits = parameters.bind(config, trained, fixed)(jnp.asarray(inputs), before)
+        p = np.asarray(jax.nn.softmax(logits.astype(jnp.float32)), np.float64)
+        nats -= np.log(p[0, np.arange(targets.shape[1]), targets[0]]).sum()
+        tokens += targets.shape[1]
+    assert result["target_tokens"] == tokens
+    np.testing.assert_allclose(result["loss"], nats / tokens, rtol=1e-5)
+    np.testing.assert_allclose(result["perplexity"], np.exp(nats / tokens), rtol=1e-5)
+    written = lines(tmp_path / f"evaluation_test_no_metric-{STEP}.jsonl")
+    assert [set(line) for line in written] == [{"input", "target", "score"}] * 5
+
+
 def test_a_long_task_name_fits_a_file_name(model_dir, tmp_path):
     run(evaluate, model_dir, tmp_path, LONG_NAME)
     names = [path.name for path in tmp_path.iterdir()]
@@ -168,7 +187,6 @@ def test_infer_cuts_a_long_line_but_keeps_its_end(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("function, task, more, message", [
-    (evaluate, "evaluation_test_no_metric", {}, "'evaluation_test_no_metric' has no metrics; use `infer`"),
     (evaluate, "evaluation_test_aux", {}, "'evaluation_test_aux': a metric asks for 'prediction_with_aux'; greedy"),
     (evaluate, "evaluation_test_plain", {"split": "dev"}, "has no split 'dev'; it has test, validation"),
     (evaluate, "evaluation_test_plane", {}, "did you mean evaluation_test_plain"),
