@@ -1,7 +1,7 @@
 """seqio tasks and mixtures, one module per benchmark; importing a module registers its names.
 
-Give the module as MIXTURE_OR_TASK_MODULE on the command line. The tasks use seqio and t5 only, nothing else of
-synthesizer_jax, and work with any library that takes seqio tasks.
+The command line finds a task's module by the task's name; elsewhere import it. The tasks use seqio and t5 only, nothing
+else of synthesizer_jax, and work with any library that takes seqio tasks.
 """
 
 # Module -> the names that it registers. The table is read without importing them, which would take seconds.

@@ -8,6 +8,7 @@ Examples  made by a function.
 Each has `description`, and `missing(split)`: how to get what is not there, or None.
 """
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -35,7 +36,7 @@ class Tfds(seqio.TfdsDataSource):
     @property
     def tfds_dataset(self):
         """A new one each time: seqio's keeps the folder that it first saw, whatever is set later (in a notebook)."""
-        return seqio.LazyTfdsLoader(self._name, split_map=self._slices, read_only=True)
+        return _Loader(self._name, split_map=self._slices, read_only=True)
 
     @property
     def description(self) -> str:
@@ -77,6 +78,14 @@ class Tfds(seqio.TfdsDataSource):
     def list_shards(self, split: str) -> Sequence[str]:
         self._check(split)
         return super().list_shards(split)
+
+
+class _Loader(seqio.LazyTfdsLoader):
+    """TFDS would keep small datasets in memory, and with them in every saved state of an iterator."""
+
+    @property
+    def read_config(self) -> tfds.ReadConfig:
+        return dataclasses.replace(super().read_config, try_autocache=False)
 
 
 class Examples(seqio.DataSource):
@@ -221,7 +230,8 @@ def _missing(names: Sequence[str], origin: str) -> str | None:
 
 
 def _description(files: Mapping[str, Sequence[str]]) -> str:
-    return f"files {', '.join(dict.fromkeys(name for names in files.values() for name in names))}"
+    first, *others = dict.fromkeys(name for names in files.values() for name in names)
+    return f"files {first}" + (f" and {len(others)} more" if others else "")
 
 
 OURS = (Tfds, Examples, Lines)  # those that have `description` and `missing`

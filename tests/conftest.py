@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -45,3 +46,15 @@ def forget_compiled_programs():
     """Thousands of compiled programs would take gigabytes by the end of a run."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_where_data_is():
+    """The command line tells seqio and the environment, for the rest of the process."""
+    names = ("SYNTHESIZER_JAX_VOCAB", "SYNTHESIZER_JAX_DATA")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    if "seqio" in sys.modules:
+        sys.modules["seqio"].set_tfds_data_dir_override(None)

@@ -7,6 +7,7 @@ import shlex
 import jax
 import pytest
 
+from synthesizer_jax import tasks
 from synthesizer_jax.__main__ import main
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -17,13 +18,38 @@ OURS = "python -m synthesizer_jax "
 
 def run(command, folder, *more):
     """The command in this process, its files in `folder`."""
-    assert main([*shlex.split(command.replace('"runs/', f'"{folder}/'))[3:], *more]) == 0
+    command = command.replace('"runs/', f'"{folder}/').replace("=runs/", f"={folder}/")
+    assert main([*shlex.split(command)[3:], *more]) == 0
 
 
 def test_every_command_is_known_here():
-    ours = tuple(OURS + command for command in ("reproduce", "train", "evaluate", "infer", "costs"))
+    ours = tuple(OURS + command for command in ("reproduce", "train", "evaluate", "infer", "costs", "tasks", "cache"))
     kinds = [c for c in COMMANDS if not c.startswith(ours)]
     assert kinds == ["pip install -e '.[train]'", "pip install -e '.[test]'", "pytest -n 2"]
+
+
+def test_commands_about_data(tmp_path, capsys):
+    """Without their data, too."""
+    listed, shown, cached = [c for c in COMMANDS if c.startswith((OURS + "tasks", OURS + "cache"))]
+    run(listed, tmp_path, f"--tfds_data_dir={tmp_path}")
+    assert "glue_rte" in (said := capsys.readouterr().out) and "tfds build glue/rte:2.0.0" in said
+    run(shown, tmp_path)
+    assert "example 2, after preprocessing\n  inputs: number " in capsys.readouterr().out
+    run(cached, tmp_path)
+    assert (tmp_path / "cache" / "quickstart_lm" / "COMPLETED").exists()
+
+
+def test_the_python_of_the_guides_runs(tmp_path):
+    for guide in sorted((ROOT / "docs").glob("*.md")):
+        for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.S):
+            exec(compile(block, guide.name, "exec"), {})
+
+
+def test_the_guide_to_tasks_names_every_module():
+    guide = (ROOT / "docs" / "tasks.md").read_text()
+    for module, names in tasks.CONTENTS.items():
+        prefixes = (f"`{names[0]}`", f"`{names[0].split('_')[0]}_*`", "`super_glue_*`" if "super_glue" in module else "?")
+        assert any(prefix in guide for prefix in prefixes), module
 
 
 def test_the_test_command_is_what_ci_runs():
