@@ -76,6 +76,7 @@ MACROS = {
     "Z_LOSS": ("0.0001", "weight of log(Z)^2 in the loss"),
     "RANDOM_SEED": ("0", "of parameters, data order and dropout"),
     "USE_CACHED_TASKS": ("True", "True: cached tasks only, False: never; by default where there is a cache"),
+    "DATA_SHARDS": ("8", "streams that the data is read in, divided among the hosts; by default 1, read whole by each"),
     "PACK": ("False", "whether several examples share a row in training"),
     "CHECKPOINT_PERIOD": ("1000", "steps between checkpoints"),
     "EVAL_PERIOD": ("1000", "steps between evaluations of the loss in training"),
