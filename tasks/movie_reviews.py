@@ -61,7 +61,7 @@ def sentence(example):
 
 def review(example):
     """Without the line breaks of HTML."""
-    return tf.strings.regex_replace(example["text"], r"(\s*<br\s*/?>\s*)+", " ")
+    return tf.strings.strip(tf.strings.regex_replace(example["text"], r"(\s*<br\s*/?>\s*)+", " "))
 
 
 classification.add(
