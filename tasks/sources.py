@@ -162,7 +162,7 @@ class Lines(seqio.FileDataSource):
     """{"text": line} for each line of text files (UTF-8), read as they are needed. Empty lines are left out.
 
     Args:
-      files: split -> names or patterns ("news-*.txt.gz") below the folder of SYNTHESIZER_JAX_DATA; a path from the root,
+      files: split -> names or patterns ("news-*.gz") below the folder of SYNTHESIZER_JAX_DATA; a path from the root,
         or a remote one, is taken as it is. Files that end in ".gz" are unpacked.
       origin: where to get the files, for people.
       documents: whether lines up to an empty one are one text, with "\\n" between them, instead of a text each.
