@@ -57,9 +57,9 @@ def read_turns(path: pathlib.Path) -> Iterator[Turn]:
     Raises: ValueError that names the line which is none of these, or whose number does not follow.
     """
     number, personas, said = 0, (), ()
-    with open(path, encoding="utf-8", newline="\n") as lines:
+    with open(path, encoding="utf-8") as lines:
         for place, line in enumerate(lines, start=1):
-            line = line.rstrip("\r\n")
+            line = line.rstrip("\n")
             if not line.strip():
                 continue
             given, _, text = line.partition(" ")

@@ -195,8 +195,9 @@ def test_a_remote_file_system_that_hangs_is_given_up(monkeypatch):
 
 @pytest.mark.parametrize("path", ["ram://nothing.model", "nosuchscheme://x.model"])
 def test_a_remote_path_that_does_not_exist(path):
-    with pytest.raises(OSError, match=f"vocabulary: cannot read {path}: .*{HELP}"):
+    with pytest.raises(OSError, match=f"vocabulary: cannot read {path}: .*{HELP}") as error:
         T5Vocabulary(path).encode("x")
+    assert "no answer" not in str(error.value) and error.value.__cause__ is not None
 
 
 def test_a_refusal_is_told_and_forgotten(model, server, monkeypatch, tmp_path):
