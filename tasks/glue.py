@@ -16,9 +16,9 @@ glue_wnli_simple_eval WNLI's evaluation splits in the form of super_glue_wsc_sim
                       table when *it* shook." -> "the table"
 glue_ax               The diagnostic set in the form of MNLI: a test split alone, without labels and metrics.
 
-Test splits have no labels: their targets are "<unk>". An answer that is none of the labels counts as wrong, and as -1 in
-STS-B. glue_wnli_simple_eval is right where an answer names the noun of the row and the row's label is true, or neither:
-its targets are that noun whatever the label, so they are not the right answers.
+Test splits have no labels: their targets are "<unk>". An answer that is none of the labels counts as wrong, and as -1
+in STS-B. In glue_wnli_simple_eval right is an answer that names the noun of the row where the row's label is true, or
+does not where it is false; the targets are that noun whatever the label, so they are not the right answers.
 """
 
 import seqio

@@ -1,19 +1,21 @@
 """T5's mixtures: many tasks at once, each drawn in proportion to its number of training examples.
 
-glue_mix             GLUE but WNLI, whose training set T5 leaves out for Winograd's schemas. With "inputs" 512, "targets" 84.
-super_glue_mix       SuperGLUE, Winograd's schemas with Definite Pronoun Resolution. With 512 and 62.
-en_mix_cotraining    T5's en_mix: C4's span corruption, drawn as often as a task of a million examples, with GLUE, SuperGLUE
-                     and SQuAD. For GLUE and SuperGLUE the Synthesizer paper goes on with it after C4 alone. With 512 and 114.
+glue_mix             GLUE but WNLI, whose training set T5 leaves out for Winograd's schemas. Lengths of T5: "inputs" 512,
+                     "targets" 84.
+super_glue_mix       SuperGLUE, Winograd's schemas with Definite Pronoun Resolution. 512 and 62.
+en_mix_cotraining    T5's en_mix: C4's span corruption, drawn as often as a task of a million examples, with GLUE,
+                     SuperGLUE and SQuAD. The Synthesizer paper goes on with it after C4 alone, for GLUE and SuperGLUE.
+                     512 and 114.
 
-The rates are numbers of the full official training sets, whatever the folder of data holds. Counted from the folder, a
-sample or a set that was filtered would mix in other proportions without a word, and nothing could be said before the data
-is there. They are those of t5's weight mappings; its own en_mix counts the data (rate_num_examples): the cached examples,
-which are these numbers, or where a task has no cache the rows of its source, 100,730 for ReCoRD, which has several right
-answers in many, and 554 for WSC, of which 259 are trained on. Its fixed rate of C4 is the same million, and like T5's
-these mixtures take RTE twice, once of GLUE and once of SuperGLUE.
+The rates are the numbers of examples of the full official training sets, whatever the folder of data holds. Counted in
+the folder, a sample would mix in other proportions without a word. They are those of t5's weight mappings. t5's own
+en_mix counts (rate_num_examples): the examples of a task's cache, which for the full sets are these numbers, or without
+a cache the rows of its source, then 100,730 for ReCoRD, where a row with several right answers is as many examples, and
+554 for WSC, of which 259 are trained on. Its rate of C4 is the same million, and RTE is in it twice, as here: GLUE's and
+SuperGLUE's.
 
-Tasks of rate 0 are there to be evaluated: they have no training split, and evaluating a mixture goes through each of its
-tasks that has the split.
+Tasks of rate 0 are there to be evaluated: they have no training split, and evaluating a mixture goes through each of
+its tasks that has the split.
 
 On samples these rates can be far off: of 32 rows of ReCoRD three quarters of super_glue_mix would be drawn. Other rates
 make another mixture, in a module of one's own:

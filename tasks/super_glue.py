@@ -3,10 +3,11 @@
 super_glue_boolq    inputs "boolq passage: ... question: ...", targets "False" | "True"
 super_glue_cb       "cb hypothesis: ... premise: ..." -> "entailment" | "contradiction" | "neutral"
 super_glue_copa     "copa choice1: ... choice2: ... premise: ... question: cause" -> "choice1" | "choice2"
-super_glue_multirc  "multirc question: ... answer: ... paragraph: ..." -> "False" | "True", a row for each answer. Metrics:
-                    F1 over all answers, and the share of questions whose answers are all right.
-super_glue_record   "record query: ... @placeholder ... entities: a, b, c passage: ..." -> an entity. A row for each right
-                    entity, also in validation, where a query counts once: SQuAD's exact match and F1 over its entities.
+super_glue_multirc  "multirc question: ... answer: ... paragraph: ..." -> "False" | "True", a row for each answer.
+                    Metrics: F1 over all answers, and the share of questions whose answers are all right.
+super_glue_record   "record query: ... @placeholder ... entities: a, b, c passage: ..." -> an entity. A row for each
+                    right entity, also in validation, where a query counts once: SQuAD's exact match and F1, with the
+                    best of its entities.
 super_glue_rte      "rte hypothesis: ... premise: ..." -> "entailment" | "not_entailment"
 super_glue_wic      "wic sentence1: ... sentence2: ... word: ..." -> "False" | "True"
 super_glue_axb      The diagnostic sets in the form of RTE: a test split alone, without metrics, as in t5.
@@ -14,11 +15,11 @@ super_glue_axg
 
 Winograd's schemas, for which T5 trains to name the noun:
 
-super_glue_wsc_simple_train  "wsc: Bob asked Tom if *he* could lend some money." -> "Tom". Rows whose noun is the right one
-                             (259 of 554).
-super_glue_wsc_simple_eval   All rows of validation and test. Right is an answer that names the noun of the row where the
-                             row's label is true, or does not where it is false. The targets are that noun whatever the
-                             label, so they are not the right answers.
+super_glue_wsc_simple_train  "wsc: Bob asked Tom if *he* could lend some money." -> "Tom". Rows whose noun is the right
+                             one (259 of 554).
+super_glue_wsc_simple_eval   All rows of validation and test. Right is an answer that names the noun of the row where
+                             the row's label is true, or does not where it is false; the targets are that noun whatever
+                             the label, so they are not the right answers.
 dpr_simple                   Definite Pronoun Resolution (Rahman and Ng 2012) in the same form, more to train on.
 
 Test splits but AX-b's and AX-g's have no labels: their targets are "<unk>".

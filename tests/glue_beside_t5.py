@@ -3,8 +3,8 @@
     python tests/glue_beside_t5.py path/to/shared
 
 A program, because importing t5.data.tasks registers a hundred tasks, and its vocabulary is given by changing a constant
-of its module beforehand. Prints as JSON how many rows of each split were equal, the metrics that were, tasks that no other
-stands beside, and what t5's en_mix consists of. Ends with an AssertionError at the first difference.
+of its module beforehand. Prints as JSON how many rows of each split were equal, the metrics that were, tasks that no
+other stands beside, and what t5's en_mix consists of. Ends with an AssertionError at the first difference.
 """
 
 import itertools

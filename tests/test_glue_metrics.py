@@ -1,4 +1,4 @@
-"""Answers of GLUE, SuperGLUE and SQuAD graded as T5 does: by hand, and beside formulas that use none of its libraries."""
+"""Answers of GLUE, SuperGLUE and SQuAD graded as T5 does: by hand, and beside formulas without its libraries."""
 
 import collections
 import math
