@@ -28,9 +28,11 @@ def before_training(arguments: Mapping[str, Any]) -> list[str]:
     sharding.check_batch_size(mesh, a["batch_size"])
     lines = _describe_split(a, "train")
     data.check_packing(a["model"].batch, a["pack"])
+    data.check_shards(a["batch_size"], a["data_shards"])
     _check_data(a, a["model"])
     trainer = Trainer(a["model"], a["optimizer"], mesh, a["random_seed"], a["z_loss"], a["label_smoothing"])
     trainer.abstract_state()
+    lines += _describe_cuts(a, "train")
     lines += _describe_batch(a["pack"], a["task_feature_lengths"], a["batch_size"], a["model"])
     lines.append("devices: " + " x ".join(f"{name}={size}" for name, size in mesh.shape.items()))
     return lines + [_describe_start(a)]
@@ -72,6 +74,7 @@ def _describe_use(a: Mapping[str, Any], found: epath.Path) -> list[str]:
         _check_writable("output_dir", a["output_dir"])
     source = [f"inputs: {a['input_file']}"] if a.get("input_file") is not None else _describe_split(a, a["split"])
     _check_data(a, config)
+    source += _describe_cuts(a, a["split"]) if a.get("input_file") is None else []
     batch = _describe_batch(False, a["task_feature_lengths"], a["batch_size"], config)
     return [f"checkpoint: {found}", *source, *batch]
 
@@ -87,6 +90,13 @@ def _describe_split(a: Mapping[str, Any], split: str) -> list[str]:
     cached = "cached" if data.use_cache(provider, a["use_cached_tasks"]) else "not cached"
     tasks = ", ".join(task.name for task in seqio.get_subtasks(provider) if split in task.splits)
     return [f"data: split {split!r} of {tasks} ({cached})"]
+
+
+def _describe_cuts(a: Mapping[str, Any], split: str) -> list[str]:
+    """Reads examples: what is missing or can't be made with these lengths is found."""
+    lengths, cached = a["task_feature_lengths"], a["use_cached_tasks"]
+    options = {"split": split, "use_cached_tasks": cached, "seed": a["random_seed"]}
+    return [str(cut) for cut in data.cut_examples(a["mixture_or_task_name"], lengths, **options)]
 
 
 def _describe_batch(packed: bool, lengths: Mapping[str, int], batch_size: int, config: ModelConfig) -> list[str]:

@@ -8,9 +8,9 @@ What a task has: for an encoder-decoder the features "inputs" and "targets", tok
 "targets" alone; for a classifier "inputs", and "targets" that is one class id, int32 [1], whose vocabulary has as many
 entries as there are classes (tasks/labels.py, or seqio.PassThroughVocabulary), without an end-of-sequence id.
 
-**Hosts.** Every host runs the whole pipeline and keeps its rows of each batch. So batches, losses and states do not
-depend on the number of hosts, and a run continues on another number of them. The price is reading everything on each
-host; where that is too slow, cache the tasks.
+**Hosts and shards.** A batch is made by `shards` streams, each with its part of the examples and its rows of the batch;
+each host runs the streams that make its rows (streams.py). So batches, losses and states depend on `shards`, not on the
+number of hosts, and a run continues on another number of them. With one shard, the default, every host reads everything.
 
 Importing this module takes seconds (TensorFlow, seqio); the core does not.
 """
@@ -22,6 +22,8 @@ from synthesizer_jax.data.converters import LabelFeatureConverter as LabelFeatur
 from synthesizer_jax.data.converters import feature_converter as feature_converter
 from synthesizer_jax.data.converters import model_dataset as model_dataset
 from synthesizer_jax.data.examples import task_dataset as task_dataset
+from synthesizer_jax.data.lengths import Cut as Cut
+from synthesizer_jax.data.lengths import cut_examples as cut_examples
 from synthesizer_jax.data.packages import check_packages as check_packages
 from synthesizer_jax.data.packages import keep_off_accelerators as keep_off_accelerators
 from synthesizer_jax.data.providers import TARGETS as TARGETS

@@ -8,13 +8,21 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from synthesizer_jax.data.providers import TARGETS, Provider, get_mixture_or_task, output_vocabulary, with_split
+from synthesizer_jax.data.providers import (
+    TARGETS,
+    Provider,
+    check_room,
+    get_mixture_or_task,
+    output_vocabulary,
+    with_split,
+)
 from synthesizer_jax.models.batch import ENCODER_ONLY, BatchKeys
 
 
 def task_dataset(mixture_or_task: str | Provider, lengths: Mapping[str, int], **options) -> tf.data.Dataset:
     """Examples with the task's features in an order that depends on the options only, those of seqio's get_dataset."""
     provider = get_mixture_or_task(mixture_or_task)
+    check_room(provider, lengths)
     if isinstance(provider, seqio.Mixture):
         options |= {"log_mixing_proportions": False}  # seqio would read a part of the cache for it
     try:

@@ -48,6 +48,16 @@ def check_lengths(task_feature_lengths: Mapping[str, int], keys: BatchKeys = ENC
     check_integers(**{f'task_feature_lengths["{n}"]': (task_feature_lengths[n], 1) for n in keys.task_features})
 
 
+def check_room(mixture_or_task: str | Provider, lengths: Mapping[str, int]) -> None:
+    """Raises ValueError where a row could hold nothing but the end of the sequence; span corruption would never end."""
+    for name, feature in get_mixture_or_task(mixture_or_task).output_features.items():
+        if feature.add_eos and lengths.get(name, 2) < 2:
+            raise ValueError(
+                f'task_feature_lengths["{name}"]: expected at least 2 tokens, of which the last is the end of the '
+                f"sequence, got {lengths[name]}"
+            )
+
+
 def check_packing(keys: BatchKeys, pack: bool) -> None:
     """Raises ValueError where examples can't share rows."""
     if pack and not keys.packing:
@@ -123,10 +133,13 @@ def use_cache(mixture_or_task: str | Provider, use_cached_tasks: bool | None = N
     cacheable = [task for task in seqio.get_subtasks(provider) if task.supports_caching]
     missing = [task.name for task in cacheable if task.cache_dir is None]
     if use_cached_tasks and (missing or not cacheable):
-        folders = ", ".join(map(str, seqio.get_global_cache_dirs())) or "none: see seqio.set_global_cache_dirs"
+        folders = ", ".join(map(str, seqio.get_global_cache_dirs())) or "none: see --seqio_additional_cache_dirs"
+        how = "it can't be cached: its tasks have no seqio.CacheDatasetPlaceholder"
+        if cacheable:
+            how = f"make one with: python -m synthesizer_jax cache {missing[0]} --output_cache_dir=DIR"
         raise ValueError(
             f"use_cached_tasks: no cache of {', '.join(missing) or repr(provider.name)} in the cache folders "
-            f"({folders}); make one with seqio_cache_tasks, or leave USE_CACHED_TASKS out to use one where there is one"
+            f"({folders}); {how}; or leave USE_CACHED_TASKS out to use one where there is one"
         )
     if use_cached_tasks is None:
         return bool(cacheable) and not missing

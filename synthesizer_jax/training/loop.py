@@ -96,7 +96,8 @@ def train(
       eval_steps: batches of each task in an evaluation; None: all examples.
       mesh: how the devices are arranged; None: all of them share the batch.
 
-    Raises: ValueError before the first step where an argument is wrong; NotFinite when training diverges.
+    Raises: ValueError before the first step where an argument is wrong; FileNotFoundError, with what to do, where data is
+      missing; NotFinite when training diverges.
     """
     _check_counts(train_steps=train_steps, checkpoint_period=checkpoint_period, log_period=log_period)
     _check_counts(optional=True, eval_period=eval_period, eval_steps=eval_steps)
@@ -108,7 +109,12 @@ def train(
     data.check_packing(model.batch, pack)
     data.check_shards(batch_size, data_shards)
     data.check_model(mixture_or_task_name, model)
+    data.check_lengths(task_feature_lengths, model.batch)
     trainer = Trainer(model, optimizer, devices, random_seed, z_loss, label_smoothing)
+    for cut in data.cut_examples(
+        mixture_or_task_name, task_feature_lengths, use_cached_tasks=use_cached_tasks, seed=random_seed
+    ):
+        say(cut)
     _write_model_info(model_dir, trainer)
 
     source = {"task_feature_lengths": task_feature_lengths, "batch_size": batch_size, "keys": model.batch}
