@@ -1,6 +1,6 @@
 """T5's mixtures: many tasks at once, each drawn in proportion to its number of training examples.
 
-glue_mix             GLUE but WNLI, whose training set T5 leaves out for Winograd's schemas. Lengths of T5: "inputs" 512,
+glue_mix             GLUE but WNLI, whose training set T5 leaves out for Winograd's schemas. T5's lengths: "inputs" 512,
                      "targets" 84.
 super_glue_mix       SuperGLUE, Winograd's schemas with Definite Pronoun Resolution. 512 and 62.
 en_mix_cotraining    T5's en_mix: C4's span corruption, drawn as often as a task of a million examples, with GLUE,
@@ -11,8 +11,8 @@ The rates are the numbers of examples of the full official training sets, whatev
 the folder, a sample would mix in other proportions without a word. They are those of t5's weight mappings. t5's own
 en_mix counts (rate_num_examples): the examples of a task's cache, which for the full sets are these numbers, or without
 a cache the rows of its source, then 100,730 for ReCoRD, where a row with several right answers is as many examples, and
-554 for WSC, of which 259 are trained on. Its rate of C4 is the same million, and RTE is in it twice, as here: GLUE's and
-SuperGLUE's.
+554 for WSC, of which 259 are trained on. Its rate of C4 is the same million, and RTE is in it twice, as here: GLUE's
+and SuperGLUE's.
 
 Tasks of rate 0 are there to be evaluated: they have no training split, and evaluating a mixture goes through each of
 its tasks that has the split.
