@@ -85,8 +85,8 @@ def _plan(task: seqio.Task, wanted: Sequence[str] | None) -> tuple[list[str], di
         )
     catalogue.load_vocabularies(task)
     for split in wanted or ():
-        data.check_split(task, split)
-    missing = {split: how for split in wanted or task.splits if (how := catalogue.how_to_get(task, split)) is not None}
+        data.check_split(task, split)  # its data too
+    missing = {split: how for split in wanted or task.splits if (how := data.how_to_get(task, split)) is not None}
     there = [split for split in wanted or task.splits if split not in missing]
     if missing and (wanted or not there):
         raise FileNotFoundError("; ".join(dict.fromkeys(missing.values())))

@@ -56,7 +56,7 @@ def _names(modules):
 
 
 def _task(task: seqio.Task) -> Entry:
-    missing = {split: how for split in task.splits if (how := how_to_get(task, split)) is not None}
+    missing = {split: how for split in task.splits if (how := data.how_to_get(task, split)) is not None}
     examples = {split: _count(task, split) for split in task.splits if split not in missing}
     source = task.source.description if isinstance(task.source, sources.OURS) else str(task.source)
     return Entry(task.name, _kind(task), source, examples, missing, task.cache_dir is not None)
@@ -65,7 +65,7 @@ def _task(task: seqio.Task) -> Entry:
 def _mixture(mixture: seqio.Mixture) -> Entry:
     parts = ", ".join(f"{task.name} {mixture.get_rate(task):,.10g}" for task in mixture.tasks)
     missing = {
-        task.name: how for task in mixture.tasks for split in task.splits[:1] if (how := how_to_get(task, split))
+        task.name: how for task in mixture.tasks for split in task.splits[:1] if (how := data.how_to_get(task, split))
     }
     return Entry(mixture.name, "mixtures", parts, {}, missing, all(task.cache_dir for task in mixture.tasks))
 
@@ -74,16 +74,6 @@ def _kind(task: seqio.Task) -> str:
     if "inputs" not in task.output_features:
         return "text"
     return "text to text" if task.output_features[data.TARGETS].add_eos else "classification"
-
-
-def how_to_get(task: seqio.Task, split: str) -> str | None:
-    """How to get the data of a split that is not there; None where it is, or where nothing is known of the source."""
-    source = task.source
-    if isinstance(source, sources.OURS):
-        return source.missing(split)
-    if isinstance(source, seqio.TfdsDataSource):
-        return sources.Tfds(source.tfds_dataset.name, (split,)).missing(split)
-    return None
 
 
 def _count(task, split):

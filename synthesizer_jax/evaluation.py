@@ -75,7 +75,7 @@ def evaluate(
     predictor = load(path, tasks, task_feature_lengths, batch_size)
     results = {}
     for task in tasks:
-        options = {"split": split, "use_cached": data.use_cache(task, use_cached_tasks), "seed": random_seed}
+        options = {"split": split, "use_cached": data.use_cache(task, use_cached_tasks, split), "seed": random_seed}
         split_of_task = _Split(task, keys, dict(task_feature_lengths), num_examples, options)
         own, functions = _own_metrics(split_of_task, predictor)
         logger = functools.partial(_ResultLogger, own=own)
@@ -287,7 +287,7 @@ def tasks_with_metrics(name: str, split: str, keys: BatchKeys = ENCODER_DECODER)
 
 
 def _task_examples(task, use_cached, split, lengths, seed) -> Iterator[Mapping[str, Any]]:
-    options = {"split": split, "use_cached": data.use_cache(task, use_cached), "seed": seed}
+    options = {"split": split, "use_cached": data.use_cache(task, use_cached, split), "seed": seed}
     yield from data.task_dataset(task, lengths, shuffle=False, num_epochs=1, **options).as_numpy_iterator()
 
 

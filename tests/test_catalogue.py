@@ -186,9 +186,9 @@ def splits(name):
     """The first split of a task that has data, None where none has."""
     provider = data.get_mixture_or_task(name)
     if isinstance(provider, seqio.Mixture):
-        there = [all(catalogue.how_to_get(task, "train") is None for task in provider.tasks if "train" in task.splits)]
+        there = [all(data.how_to_get(task, "train") is None for task in provider.tasks if "train" in task.splits)]
         return "train" if all(there) else None
-    return next((split for split in provider.splits if catalogue.how_to_get(provider, split) is None), None)
+    return next((split for split in provider.splits if data.how_to_get(provider, split) is None), None)
 
 
 @pytest.mark.parametrize("name", NAMES)

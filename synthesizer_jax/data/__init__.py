@@ -36,6 +36,7 @@ from synthesizer_jax.data.providers import check_shards as check_shards
 from synthesizer_jax.data.providers import check_split as check_split
 from synthesizer_jax.data.providers import check_vocabulary as check_vocabulary
 from synthesizer_jax.data.providers import get_mixture_or_task as get_mixture_or_task
+from synthesizer_jax.data.providers import how_to_get as how_to_get
 from synthesizer_jax.data.providers import output_vocabulary as output_vocabulary
 from synthesizer_jax.data.providers import use_cache as use_cache
 from synthesizer_jax.data.state import merge_states as merge_states

@@ -87,7 +87,7 @@ class TrainBatches:
                 f"num_epochs: {shards} shards on {shard[1]} hosts would end at different batches; use num_epochs=None, "
                 "or shards=1"
             )
-        cached = use_cache(provider, use_cached_tasks)
+        cached = use_cache(provider, use_cached_tasks, split)
         lengths = {name: int(task_feature_lengths[name]) for name in keys.task_features}  # they tell the kind of model
         self._identity = {
             "mixture_or_task_name": mixture_or_task_name,
@@ -214,7 +214,7 @@ def eval_batches(
     check_features(provider, keys)
     check_split(provider, split)
     rows = _rows(batch_size, shard)
-    cached = use_cache(provider, use_cached_tasks)
+    cached = use_cache(provider, use_cached_tasks, split)
     lengths = {name: int(task_feature_lengths[name]) for name in keys.task_features}
     fingerprints(provider, lengths, keys, split, cached, seed)  # raises where there are no examples
     options = {"split": split, "use_cached": cached, "seed": seed, "shuffle": False, "num_epochs": 1}

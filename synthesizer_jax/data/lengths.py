@@ -48,7 +48,7 @@ def cut_examples(
     Raises: ValueError where the task's preprocessors can't work with the lengths; FileNotFoundError without the data.
     """
     provider = get_mixture_or_task(mixture_or_task)
-    cached, lengths = use_cache(provider, use_cached_tasks), tuple(sorted(task_feature_lengths.items()))
+    cached, lengths = use_cache(provider, use_cached_tasks, split), tuple(sorted(task_feature_lengths.items()))
     tasks = with_split(provider, split)
     seconds = SECONDS / max(len(tasks), 1)
     return [cut for task in tasks for cut in _cuts(task, lengths, split, cached, seed, seconds)]

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import seqio
+import tensorflow as tf
 
 from synthesizer_jax import tasks
 from synthesizer_jax.models.batch import ENCODER_DECODER, BatchKeys
 from synthesizer_jax.models.config import EncoderOnlyConfig, ModelConfig
+from synthesizer_jax.tasks import sources
 
 TARGETS = "targets"
 Provider = seqio.Task | seqio.Mixture
@@ -97,11 +99,26 @@ def check_model(mixture_or_task: str | Provider, config: ModelConfig) -> None:
 
 
 def check_split(mixture_or_task: str | Provider, split: str) -> None:
-    """Raises ValueError, with the splits that there are, where no task has this one."""
+    """Raises ValueError, with the splits that there are, where no task has this one; FileNotFoundError, with all that is
+    missing and how to get it, where a task's data is neither there nor cached."""
     provider = get_mixture_or_task(mixture_or_task)
-    if not with_split(provider, split):
+    tasks = with_split(provider, split)
+    if not tasks:
         splits = sorted({known for task in seqio.get_subtasks(provider) for known in task.splits})
         raise ValueError(f"split: {provider.name!r} has no split {split!r}; it has {', '.join(splits)}")
+    missing = [how for task in tasks if not _is_cached(task, split) and (how := how_to_get(task, split)) is not None]
+    if missing:
+        raise FileNotFoundError("; ".join(dict.fromkeys(missing)))
+
+
+def how_to_get(task: seqio.Task, split: str) -> str | None:
+    """How to get the data of a split that is not there; None where it is, or where nothing is known of the source."""
+    source = task.source
+    if isinstance(source, sources.OURS):
+        return source.missing(split)
+    if isinstance(source, seqio.TfdsDataSource) and source.tfds_dataset.name:
+        return sources.Tfds(source.tfds_dataset.name, (split,)).missing(split)
+    return None
 
 
 def output_vocabulary(mixture_or_task: str | Provider, feature: str = TARGETS) -> seqio.Vocabulary:
@@ -127,23 +144,33 @@ def check_vocabulary(
             )
 
 
-def use_cache(mixture_or_task: str | Provider, use_cached_tasks: bool | None = None) -> bool:
-    """Whether to read seqio's cache. None: where every task that can be cached is. True: an error where one is not."""
+def use_cache(
+    mixture_or_task: str | Provider, use_cached_tasks: bool | None = None, split: str | None = None
+) -> bool:
+    """Whether to read seqio's cache of a split (None: of any). use_cached_tasks None: where every task that can be cached
+    is; True: an error where one is not; False: never."""
     provider = get_mixture_or_task(mixture_or_task)
-    cacheable = [task for task in seqio.get_subtasks(provider) if task.supports_caching]
-    missing = [task.name for task in cacheable if task.cache_dir is None]
+    tasks = seqio.get_subtasks(provider) if split is None else with_split(provider, split)
+    cacheable = [task for task in tasks if task.supports_caching]
+    missing = [task.name for task in cacheable if not _is_cached(task, split)]
     if use_cached_tasks and (missing or not cacheable):
-        folders = ", ".join(map(str, seqio.get_global_cache_dirs())) or "none: see --seqio_additional_cache_dirs"
-        how = "it can't be cached: its tasks have no seqio.CacheDatasetPlaceholder"
-        if cacheable:
-            how = f"make one with: python -m synthesizer_jax cache {missing[0]} --output_cache_dir=DIR"
+        folders = ", ".join(map(str, seqio.get_global_cache_dirs())) or "none: give --seqio_additional_cache_dirs=DIR"
+        of_split = "" if split is None else f" with the split {split!r}"
         raise ValueError(
-            f"use_cached_tasks: no cache of {', '.join(missing) or repr(provider.name)} in the cache folders "
-            f"({folders}); {how}; or leave USE_CACHED_TASKS out to use one where there is one"
+            f"use_cached_tasks: no cache of {', '.join(missing) or repr(provider.name)}{of_split} in the cache folders "
+            f"({folders}); make one with `python -m synthesizer_jax cache {' '.join(missing) or provider.name} "
+            "--output_cache_dir=DIR`, or leave USE_CACHED_TASKS out to use one where there is one"
         )
     if use_cached_tasks is None:
         return bool(cacheable) and not missing
     return use_cached_tasks
+
+
+def _is_cached(task: seqio.Task, split: str | None) -> bool:
+    """A split whose data was not there when the others were cached is not."""
+    if task.cache_dir is None:
+        return False
+    return split is None or tf.io.gfile.exists(seqio.get_cached_info_path(task.cache_dir, split))
 
 
 def check_shards(batch_size: int, shards: int) -> None:

@@ -49,7 +49,14 @@ def unpack(state: bytes, iterators: Mapping[int, Iterator]) -> None:
         packed.extractall(folder)
         for stream, iterator in iterators.items():
             path = pathlib.Path(folder, str(stream), ITERATOR)
-            tf.train.Checkpoint(iterator=iterator).read(str(path)).assert_consumed()
+            try:
+                tf.train.Checkpoint(iterator=iterator).read(str(path)).assert_consumed()
+            except (tf.errors.OpError, AssertionError) as error:
+                raise ValueError(
+                    "state: the data is read in other steps than when it was taken, as by another version of "
+                    "synthesizer_jax or of the task. Go on with the version that took it, or start the data anew from the "
+                    f"saved parameters (INITIAL_CHECKPOINT_PATH): {str(error).splitlines()[0][:200]}"
+                ) from error
 
 
 def merge_states(states: Sequence[bytes]) -> bytes:

@@ -233,8 +233,12 @@ class _Evaluation:
 
 def _validation_tasks(mixture_or_task_name: str) -> list[str]:
     provider = data.get_mixture_or_task(mixture_or_task_name)
-    tasks = [task.name for task in seqio.get_subtasks(provider) if VALIDATION in task.splits]
-    if not tasks:
+    found = [task for task in seqio.get_subtasks(provider) if VALIDATION in task.splits]
+    missing = {task.name: how for task in found if (how := data.how_to_get(task, VALIDATION)) is not None}
+    tasks = [task.name for task in found if task.name not in missing or data.use_cache(task, None, VALIDATION)]
+    for name in [name for name in missing if name not in tasks]:
+        say(f"no evaluation on {name}: {missing[name]}")
+    if not found:
         say(f"{mixture_or_task_name} has no {VALIDATION} split: no evaluation")
     return tasks
 
