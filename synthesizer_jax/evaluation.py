@@ -30,6 +30,7 @@ from synthesizer_jax import data, sharding
 from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, ENCODER_ONLY, BatchKeys
 from synthesizer_jax.prediction import PROMPT, Predictor
 from synthesizer_jax.training import checkpoint
+from synthesizer_jax.training.logging import say
 
 PREDICTION, SCORE = seqio.metrics.ModelOutputType.PREDICTION, seqio.metrics.ModelOutputType.SCORE
 _GIVEN = {  # what metrics can ask of a model
@@ -73,6 +74,9 @@ def evaluate(
     tasks = tasks_with_metrics(mixture_or_task_name, split, keys)
     folder = _folder(output_dir, path.parent / "inference_eval")
     predictor = load(path, tasks, task_feature_lengths, batch_size)
+    of_data = {"split": split, "use_cached_tasks": use_cached_tasks, "seed": random_seed}
+    for cut in (cut for task in tasks for cut in data.cut_examples(task, task_feature_lengths, **of_data)):
+        say(cut)
     results = {}
     for task in tasks:
         options = {"split": split, "use_cached": data.use_cache(task, use_cached_tasks, split), "seed": random_seed}

@@ -125,6 +125,15 @@ def test_the_metrics_count_every_example_whatever_the_batch_size(model_dir, tmp_
         assert lines(tmp_path / str(size) / f"{name}-metrics.jsonl") == [{"step": STEP} | result[name]]
 
 
+def test_examples_that_are_cut_are_said(model_dir, tmp_path, capfd):
+    run(evaluate, model_dir, tmp_path, "evaluation_test_plain", task_feature_lengths=LENGTHS | {"inputs": 4})
+    cut = sum(len(VOCABULARY.encode(example["inputs"])) + 1 > 4 for example in examples(23))
+    assert (
+        cut
+        and f"{cut} of the first 23 examples of evaluation_test_plain (validation) have more" in capfd.readouterr().err
+    )
+
+
 def test_a_mixture_by_tasks_beside_the_checkpoint(model_dir):
     results = run(evaluate, model_dir, None, "evaluation_test_mixture", batch_size=8, num_examples=4)
     assert set(results) == {"evaluation_test_plain", "evaluation_test_upper"}  # the others lack the split or metrics

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,6 +117,14 @@ def test_more_steps_go_on_exactly(trained, tmp_path, capfd):
     assert (done.step, done.metrics) == (4, {})
     with pytest.raises(ValueError, match="train_steps=3, but .*checkpoint_4 has 4 already: expected at least as many"):
         train(**arguments(tmp_path, train_steps=3))
+
+
+def test_a_checkpoint_has_the_place_before_the_batch_that_was_read_ahead(trained, tmp_path):
+    folder, result = trained
+    shutil.copytree(folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint_4")
+    again = train(**arguments(tmp_path / "run"))
+    assert again.metrics == {name: value for name, value in entries(folder, "train")[3].items() if name != "step"}
 
 
 def test_a_run_stopped_in_an_evaluation_makes_it_again(tmp_path, monkeypatch):
