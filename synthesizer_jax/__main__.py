@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -84,9 +85,15 @@ def _silent_stderr() -> Iterator[None]:
 
 
 def _start_tensorflow() -> None:
-    """TensorFlow only reads data here, but tells half a screen about processors and accelerators as it starts."""
+    """TensorFlow only reads data here, but tells half a screen about processors and accelerators as it starts; seqio and
+    TFDS warn of what is no fault, or is said by us."""
     with _silent_stderr():
         importlib.import_module("synthesizer_jax.data")
+    absl.logging.get_absl_logger().addFilter(_not_theirs)
+
+
+def _not_theirs(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR or not {"seqio", "tensorflow_datasets"} & set(record.pathname.split(os.sep))
 
 
 def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
@@ -105,6 +112,7 @@ def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
         folder = epath.Path(plan.arguments["model_dir"])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.gin").write_text(plan.config)
+        print("\n".join(facts), file=sys.stderr, flush=True)
     _report(plan.command, plan.run())
 
 
@@ -123,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     macros = "\n".join(f"  {name:24} {meaning}; e.g. {example}" for name, (example, meaning) in launch.MACROS.items())
     parser = argparse.ArgumentParser(
         prog="python -m synthesizer_jax",
+        usage="%(prog)s COMMAND --gin_file=FILE ... --gin.NAME=VALUE ... [--dry_run]",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train, evaluate and use Synthesizer T5 models, configured by gin files. About data, each with --help of "
@@ -131,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         + "\n  ".join(launch.shipped_files_in_short()),
     )
     add = parser.add_argument
-    add("command", choices=launch.COMMANDS)
+    add("command", choices=launch.COMMANDS, metavar="COMMAND", help=", ".join([*launch.COMMANDS, "tasks", "cache"]))
     add(
         "--gin_file",
         action="append",
@@ -186,10 +195,9 @@ def _point_to_data(arguments: argparse.Namespace, vocabulary: str | None) -> Non
 # Commands about data
 
 
-def _data_parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        f"python -m synthesizer_jax {command}", description=description, allow_abbrev=False
-    )
+def _data_parser(command: str, usage: str, description: str) -> argparse.ArgumentParser:
+    program = f"python -m synthesizer_jax {command}"
+    parser = argparse.ArgumentParser(program, usage, description=description, allow_abbrev=False)
     add = parser.add_argument
     add("--module", action="append", default=[], help="a module that registers tasks of your own; may be repeated")
     add("--vocabulary", metavar="FILE", help="a copy of T5's SentencePiece model; also SYNTHESIZER_JAX_VOCAB")
@@ -200,12 +208,13 @@ def _data_parser(command: str, description: str) -> argparse.ArgumentParser:
 def _tasks_parser() -> argparse.ArgumentParser:
     parser = _data_parser(
         "tasks",
+        "%(prog)s [PATTERN] ...  or  %(prog)s show NAME [--split=SPLIT] [-n N] ...",
         "`tasks` lists all tasks: splits with their examples before preprocessing, where they come from, and how to get what "
         'is missing. `tasks "glue_*"` lists some. `tasks show NAME` shows the first examples of a task or mixture.',
     )
     add = parser.add_argument
     add("what", nargs="*", metavar="PATTERN | show NAME")
-    add("--split", default="validation", help="of show")
+    add("--split", help='of show; by default "validation"')
     add("-n", type=int, default=3, help="how many examples to show")
     add("--seed", type=int, default=0, help="of preprocessors that draw at random, and of mixing")
     add("--full", action="store_true", help="texts and ids in whole")
@@ -231,15 +240,16 @@ def _tasks(arguments: argparse.Namespace) -> None:
         raise ValueError(f"tasks: expected nothing, a pattern such as 'glue_*', or show NAME, got {' '.join(what)}")
     _start_tensorflow()
     _point_to_data(arguments, arguments.vocabulary)
-    absl.logging.set_verbosity(absl.logging.ERROR)  # TFDS warns of each folder where nothing is yet
     from_catalogue = functools.partial(getattr, importlib.import_module("synthesizer_jax.catalogue"))
+    known = from_catalogue("registered")()
+    for module in arguments.module:
+        _import_tasks(module)
     if what[:1] != ["show"]:
-        found = list(from_catalogue("entries")(arguments.module, *what))
+        own = [name for name in from_catalogue("registered")() if name not in known]
+        found = list(from_catalogue("entries")(own, *what))
         if not found:
             raise ValueError(f"tasks: no task's name matches {what[0]!r}; `tasks` lists all")
         return print(from_catalogue("table")(found))
-    for module in arguments.module:
-        _import_tasks(module)
     options = {"seed": arguments.seed, "full": arguments.full}
     for line in from_catalogue("show")(
         what[1], arguments.split, arguments.n, arguments.task_feature_lengths, **options
@@ -248,12 +258,16 @@ def _tasks(arguments: argparse.Namespace) -> None:
 
 
 def _cache_parser() -> argparse.ArgumentParser:
-    parser = _data_parser("cache", "Tokenises tasks once and for all, with Apache Beam; training then reads the cache.")
+    parser = _data_parser(
+        "cache",
+        "%(prog)s NAME ... --output_cache_dir=DIR ...",
+        "Tokenises tasks once and for all, with Apache Beam; training then reads the cache.",
+    )
     add = parser.add_argument
     add("names", nargs="+", metavar="NAME", help="tasks, and mixtures, all of whose tasks are cached")
     add("--output_cache_dir", required=True, metavar="DIR")
     add("--split", action="append", help="only this one; may be repeated; by default all whose data is there")
-    add("--num_shards", type=int, default=64, help="files of a split")
+    add("--num_shards", type=int, help="files of a split; by default up to 64, fewer of small splits")
     add("--seed", type=int, default=0, help="of preprocessors that draw at random")
     add("--overwrite", action="store_true", help="make what is there again")
     add(

@@ -5,7 +5,6 @@ Importing this module takes seconds (TensorFlow, seqio), listing some more (t5).
 
 import dataclasses
 import fnmatch
-import importlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ KINDS = {  # features -> what reads them
 }
 LENGTHS = {"inputs": 512, "targets": 114}  # where a task has to know how long a row is, as span corruption
 CHARACTERS, IDS = 400, 48  # shown of a text and of a row of ids
+HINTS = 12  # shown of what is missing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,33 +33,34 @@ class Entry:
     name: str
     kind: str  # a key of KINDS
     source: str  # of a mixture its tasks and rates
-    examples: Mapping[str, int | None]  # split -> rows before preprocessing; None: not known without reading all
-    missing: Mapping[str, str]  # split -> how to get its data
+    splits: tuple[str, ...]
+    examples: Mapping[str, int | None]  # split -> rows before preprocessing, None where they are not counted
+    missing: Mapping[str, str]  # split of a task, or task of a mixture, without data -> how to get it
     cached: bool
 
 
-def entries(modules: Iterable[str] = (), pattern: str = "*") -> Iterator[Entry]:
-    """All shipped tasks and mixtures, and what `modules` register, whose names match a pattern such as "glue_*"."""
-    for name in _names(modules):
+def entries(own: Iterable[str] = (), pattern: str = "*") -> Iterator[Entry]:
+    """All shipped tasks and mixtures, and those of the names `own`, that match a pattern such as "glue_*"."""
+    shipped = [name for names in tasks.CONTENTS.values() for name in names]
+    for name in dict.fromkeys([*shipped, *own]):
         if fnmatch.fnmatchcase(name, pattern):
             provider = data.get_mixture_or_task(name)
             yield _mixture(provider) if isinstance(provider, seqio.Mixture) else _task(provider)
 
 
-def _names(modules):
-    before = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
-    for module in modules:
-        importlib.import_module(module)
-    own = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()} - before
-    shipped = [name for names in tasks.CONTENTS.values() for name in names]
-    return [*shipped, *sorted(own - set(shipped))]
+def registered() -> list[str]:
+    """What seqio knows by now."""
+    return sorted([*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()])
 
 
 def _task(task: seqio.Task) -> Entry:
-    missing = {split: how for split in task.splits if (how := data.how_to_get(task, split)) is not None}
-    examples = {split: _count(task, split) for split in task.splits if split not in missing}
+    cached = {split for split in task.splits if task.supports_caching and data.use_cache(task, None, split)}
+    missing = {
+        split: how for split in task.splits if split not in cached and (how := data.how_to_get(task, split)) is not None
+    }
+    examples = {split: _count(task, split, split in cached) for split in task.splits if split not in missing}
     source = task.source.description if isinstance(task.source, sources.OURS) else str(task.source)
-    return Entry(task.name, _kind(task), source, examples, missing, task.cache_dir is not None)
+    return Entry(task.name, _kind(task), source, tuple(task.splits), examples, missing, bool(cached))
 
 
 def _mixture(mixture: seqio.Mixture) -> Entry:
@@ -67,7 +68,15 @@ def _mixture(mixture: seqio.Mixture) -> Entry:
     missing = {
         task.name: how for task in mixture.tasks for split in task.splits[:1] if (how := data.how_to_get(task, split))
     }
-    return Entry(mixture.name, "mixtures", parts, {}, missing, all(task.cache_dir for task in mixture.tasks))
+    return Entry(
+        mixture.name,
+        "mixtures",
+        parts,
+        tuple(mixture.splits),
+        {},
+        missing,
+        all(task.cache_dir for task in mixture.tasks),
+    )
 
 
 def _kind(task: seqio.Task) -> str:
@@ -76,8 +85,8 @@ def _kind(task: seqio.Task) -> str:
     return "text to text" if task.output_features[data.TARGETS].add_eos else "classification"
 
 
-def _count(task, split):
-    count = task.num_input_examples(split)
+def _count(task, split, cached=False):
+    count = task.get_cached_stats(split)["examples"] if cached else task.num_input_examples(split)
     return int(count) if count is not None and np.isfinite(count) else None
 
 
@@ -89,18 +98,28 @@ def table(found: Sequence[Entry]) -> str:
         lines += [f"{kind} ({meaning})", *(f"  {entry.name:{width}}  {_line(entry)}" for entry in of_kind), ""] * bool(
             of_kind
         )
-    hints = dict.fromkeys(how for entry in found for how in entry.missing.values())
+    hints = list(dict.fromkeys(how for entry in found if entry.kind != "mixtures" for how in entry.missing.values()))
     if hints:
-        lines += ["-: data that is not here", *(f"  {how}" for how in hints), ""]
+        more = len(hints) - HINTS
+        lines += ["-: data that is not here (--tfds_data_dir and --data_dir say where to look)"]
+        lines += [f"  {how}" for how in (hints if more <= 1 else hints[:HINTS])]
+        lines += [f"  and {more} more: `tasks PATTERN` lists fewer tasks, and all that they lack"] if more > 1 else []
     return "\n".join(lines).rstrip()
 
 
 def _line(entry):
     if entry.kind == "mixtures":
-        return entry.source + (f"  - without {', '.join(entry.missing)}" if entry.missing else "")
-    splits = [f"{split} {count:,}" if count is not None else split for split, count in entry.examples.items()]
-    splits += [f"{split} -" for split in entry.missing]
+        lacking = f"  (- {len(entry.missing)} of them without data)" if entry.missing else ""
+        return entry.source + lacking
+    counts = entry.examples | dict.fromkeys(entry.missing, "-")
+    splits = [
+        f"{split} {'(not counted)' if counts[split] is None else _number(counts[split])}" for split in entry.splits
+    ]
     return "  ".join([*splits, entry.source, *(["cached"] if entry.cached else [])])
+
+
+def _number(count: int | str) -> str:
+    return f"{count:,}" if isinstance(count, int) else count
 
 
 # Examples
@@ -108,7 +127,7 @@ def _line(entry):
 
 def show(
     name: str,
-    split: str = "validation",
+    split: str | None = None,
     count: int = 3,
     task_feature_lengths: Mapping[str, int] | None = None,
     seed: int = 0,
@@ -116,16 +135,22 @@ def show(
 ) -> Iterator[str]:
     """Lines with the first examples of a split: as they are in the source, and what the preprocessors make of them.
 
-    Examples are not cut to the lengths. full: texts and ids in whole.
+    Examples are not cut to the lengths. split: None: "validation", or the first one where there is none of that name.
+    full: texts and ids in whole.
 
     Raises: ValueError where there is no such task or split, FileNotFoundError where its data is missing.
     """
     provider = data.get_mixture_or_task(name)
+    if split is None:
+        split = "validation" if "validation" in provider.splits else next(iter(provider.splits))
     data.check_split(provider, split)
-    if count < 1:
-        raise ValueError(f"-n: expected at least 1, got {count}")
-    load_vocabularies(provider)
+    if not 1 <= count <= 10**6:
+        raise ValueError(f"-n: expected at least 1 and at most 1,000,000, got {count}")
+    data.load_vocabularies(provider)
     lengths = LENGTHS if task_feature_lengths is None else dict(task_feature_lengths)
+    if not set(provider.output_features) <= set(lengths) or (task_feature_lengths and set(lengths) - set(LENGTHS)):
+        wanted = ", ".join(f'"{feature}": N' for feature in provider.output_features)
+        raise ValueError(f"task_feature_lengths: expected {{{wanted}}} for {name!r}, got {lengths}")
     if isinstance(provider, seqio.Task):
         yield f"{name}, split {split}: {_task_line(provider, split)}"
         raw = provider.source.get_dataset(split=split, shuffle=False)
@@ -143,12 +168,6 @@ def show(
                 yield from _example(provider, example, full)
 
 
-def load_vocabularies(provider: data.Provider) -> None:
-    """Raises OSError or ValueError where one can't be read, as it is: inside of a pipeline it would be wrapped."""
-    for feature in provider.output_features:
-        _ = data.output_vocabulary(provider, feature).vocab_size
-
-
 def _task_line(task, split):
     count = _count(task, split)
     rows = "" if count is None else f", {count:,} examples"
@@ -163,7 +182,7 @@ def _example(provider, example: Mapping[str, Any], full: bool) -> Iterator[str]:
         if name not in provider.output_features or ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             yield f"  {name}: {_shortened(_as_text(value), CHARACTERS, full)}"
             continue
-        text = str(data.output_vocabulary(provider, name).decode(ids.tolist()))
+        text = data.decoded(data.output_vocabulary(provider, name), ids.tolist())
         shown = ids if full else ids[:IDS]
         more = f" and {len(ids) - len(shown)} more" if len(shown) < len(ids) else ""
         yield f"  {name}: {_shortened(text, CHARACTERS, full)}"

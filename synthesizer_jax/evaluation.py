@@ -32,6 +32,8 @@ from synthesizer_jax.prediction import PROMPT, Predictor
 from synthesizer_jax.training import checkpoint
 from synthesizer_jax.training.logging import say
 
+VALIDATION = "validation"  # the split whose results have the task's name alone
+NO_LABELS = {b"<unk>", b"-1.0"}  # targets of a split whose labels are kept secret, as T5 writes them
 PREDICTION, SCORE = seqio.metrics.ModelOutputType.PREDICTION, seqio.metrics.ModelOutputType.SCORE
 _GIVEN = {  # what metrics can ask of a model
     ENCODER_DECODER: ((PREDICTION, SCORE), "greedy decoding gives 'prediction' and 'score'"),
@@ -67,14 +69,15 @@ def evaluate(
       random_seed: of preprocessors that draw at random.
 
     Returns: task -> metric -> value.
-    Raises: ValueError where the checkpoint, the task, its split, or what its metrics need is not there.
+    Raises: ValueError where the checkpoint, the task, its split, its labels, or what its metrics need is not there.
     """
     path = checkpoint.find(checkpoint_path)
     keys = checkpoint.read_config(path).batch
     tasks = tasks_with_metrics(mixture_or_task_name, split, keys)
     folder = _folder(output_dir, path.parent / "inference_eval")
-    predictor = load(path, tasks, task_feature_lengths, batch_size)
     of_data = {"split": split, "use_cached_tasks": use_cached_tasks, "seed": random_seed}
+    tasks = _labelled(tasks, task_feature_lengths, **of_data)
+    predictor = load(path, tasks, task_feature_lengths, batch_size)
     for cut in (cut for task in tasks for cut in data.cut_examples(task, task_feature_lengths, **of_data)):
         say(cut)
     results = {}
@@ -82,7 +85,7 @@ def evaluate(
         options = {"split": split, "use_cached": data.use_cache(task, use_cached_tasks, split), "seed": random_seed}
         split_of_task = _Split(task, keys, dict(task_feature_lengths), num_examples, options)
         own, functions = _own_metrics(split_of_task, predictor)
-        logger = functools.partial(_ResultLogger, own=own)
+        logger = functools.partial(_ResultLogger, own=own, split=split)
         step = checkpoint.step_of(path)
         if task.metric_objs:
             evaluator = split_of_task.evaluator((logger,) if jax.process_index() == 0 else (), folder)
@@ -93,6 +96,29 @@ def evaluate(
                 logger(str(folder))(task.name, step, {}, split_of_task.examples(), {}, None)
             results[task.name] = own.metrics
     return results
+
+
+def _labelled(tasks: list[seqio.Task], lengths, split, use_cached_tasks, seed) -> list[seqio.Task]:
+    """Those whose split has labels. T5's placeholders for none, and a wrong answer, are the same to T5's metrics."""
+    options = {"split": split, "seed": seed, "shuffle": False, "num_epochs": 1}
+
+    def has_labels(task):
+        if not task.metric_objs:
+            return True
+        examples = data.task_dataset(
+            task, lengths, use_cached=data.use_cache(task, use_cached_tasks, split), **options
+        ).take(32)
+        texts = {example.get("targets_pretokenized") for example in examples.as_numpy_iterator()}
+        return not texts or not texts <= NO_LABELS
+
+    without = [task.name for task in tasks if not has_labels(task)]
+    if len(without) == len(tasks):
+        raise ValueError(
+            f"split: {split!r} of {', '.join(without)} has no labels to compare answers with; `infer` writes the answers"
+        )
+    if without:
+        say(f"left out, as their split {split!r} has no labels: {', '.join(without)}")
+    return [task for task in tasks if task.name not in without]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +220,7 @@ def infer(
     input_file: text with one input a line, in the words that the model sees (a task's prefix included); the task then
     gives the vocabulary. output_dir: None: `inference` beside the checkpoint. The rest is as in `evaluate`.
 
-    Returns: the files written, `<task or file name>-<step>.jsonl`; one line of {input, target, prediction} per example.
+    Returns: the files written, `<task or file name>-<step>.jsonl` (a split other than "validation" is named, too); one line of {input, target, prediction} per example.
     """
     path = checkpoint.find(checkpoint_path)
     keys = checkpoint.read_config(path).batch
@@ -208,7 +234,7 @@ def infer(
     lengths = dict(task_feature_lengths)
     if input_file is None:
         options = {"split": split, "lengths": lengths, "seed": random_seed}
-        sources = {task.name: (task, _task_examples(task, use_cached_tasks, **options)) for task in tasks}
+        sources = {_name(task.name, split): (task, _task_examples(task, use_cached_tasks, **options)) for task in tasks}
     elif keys == DECODER_ONLY:
         sources = {epath.Path(input_file).stem: (tasks[0], _prompts(tasks[0], input_file, lengths))}
     else:
@@ -328,11 +354,15 @@ def _decoded(vocabulary: seqio.Vocabulary, ids: list[int]) -> str:
 def _text(task: seqio.Task, example: Mapping[str, Any], feature: str) -> str:
     text = example.get(f"{feature}_pretokenized")
     if text is None:
-        return _decoded(task.output_features[feature].vocabulary, example[feature].tolist())
+        return data.decoded(task.output_features[feature].vocabulary, example[feature].tolist())
     return text.decode("utf-8") if isinstance(text, bytes) else str(text)
 
 
 # Files
+
+
+def _name(task_name: str, split: str) -> str:
+    return _file_name(task_name if split == VALIDATION else f"{task_name}-{split}")
 
 
 def _file_name(task_name: str) -> str:
@@ -364,12 +394,16 @@ def _line(task: seqio.Task, example: Mapping[str, Any], prediction: str | None, 
 class _ResultLogger(seqio.loggers.Logger):
     """Called by seqio once per task: writes the examples, a line of metrics, and TensorBoard scalars."""
 
-    def __init__(self, output_dir: str, own: _Own = _Own()):
+    def __init__(self, output_dir: str, own: _Own = _Own(), split: str = VALIDATION):
         super().__init__(output_dir)
-        self._own, self._tensorboard = own, seqio.TensorBoardLogger(output_dir)
+        self._own, self._split, self._tensorboard = own, split, seqio.TensorBoardLogger(output_dir)
 
     def __call__(self, task_name, step, metrics, dataset, inferences, targets):
-        task, folder, name = seqio.get_mixture_or_task(task_name), epath.Path(self.output_dir), _file_name(task_name)
+        task, folder, name = (
+            seqio.get_mixture_or_task(task_name),
+            epath.Path(self.output_dir),
+            _name(task_name, self._split),
+        )
         inferences = self._own.inferences | inferences
         metrics = {key: seqio.metrics.Scalar(value) for key, value in self._own.metrics.items()} | metrics
         examples = list(dataset.as_numpy_iterator())
@@ -383,7 +417,9 @@ class _ResultLogger(seqio.loggers.Logger):
         _write_lines(folder / f"{name}-{step}.jsonl", lines)
         log = folder / f"{name}-metrics.jsonl"
         before = log.read_text().splitlines() if log.exists() else []
-        _write_lines(log, [*map(json.loads, before), {"step": step} | _plain(metrics)])
+        of_what = {"step": step, "split": self._split, "examples": len(examples)}
+        _write_lines(log, [*map(json.loads, before), of_what | _plain(metrics)])
+        say(f"{task_name}: {len(examples):,} examples of {self._split}, in {folder / name}-{step}.jsonl")
         self._tensorboard(name, step, metrics, dataset, inferences, targets)
 
 

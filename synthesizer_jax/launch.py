@@ -68,6 +68,7 @@ MACROS = {
     "CHECKPOINT_PATH": ('"runs/my_run"', "a checkpoint, or a MODEL_DIR for its latest"),
     "OUTPUT_DIR": ('"runs/my_results"', "where results go, if not into the MODEL_DIR"),
     "INPUT_FILE": ('"inputs.txt"', "a text file with one input a line"),
+    "NUM_EXAMPLES": ("100", "only the first examples of each task; by default all"),
     "SPLIT": ('"validation"', "a split of the task"),
     "DROPOUT_RATE": ("0.1", "0 <= rate < 1"),
     "LEARNING_RATE": ("0.001", "the rate, or the scale of a schedule"),
@@ -239,7 +240,11 @@ class _Reader:
         path = self._find(name, including)
         if str(path) in including:
             raise ValueError(f"gin file {name} includes itself, by way of {' and '.join(including)}")
-        for statement in _statements(path.read_text(), name):
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"gin file {name}: expected text in UTF-8: {error}") from error
+        for statement in _statements(text, name):
             place = f"{name}, line {statement.location.line_num}"
             match statement:
                 case config_parser.BindingStatement():

@@ -56,4 +56,4 @@ def perplexities(targets: Sequence[Scored], scores: Sequence[float]) -> dict[str
 
 
 def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf
+    return math.inf if nats >= 700 else math.exp(nats)

@@ -57,7 +57,7 @@ def read_turns(path: pathlib.Path) -> Iterator[Turn]:
     Raises: ValueError that names the line which is none of these, or whose number does not follow.
     """
     number, personas, said = 0, (), ()
-    with open(path, encoding="utf-8") as lines:
+    with open(path, encoding="utf-8-sig") as lines:
         for place, line in enumerate(lines, start=1):
             line = line.rstrip("\n")
             if not line.strip():

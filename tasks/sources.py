@@ -12,12 +12,14 @@ import dataclasses
 import functools
 import os
 import pathlib
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import seqio
 import tensorflow as tf
 import tensorflow_datasets as tfds
+from absl import logging
 
 ENVIRONMENT = "SYNTHESIZER_JAX_DATA"
 
@@ -46,12 +48,16 @@ class Tfds(seqio.TfdsDataSource):
         loader = self.tfds_dataset
         folder, name = loader.data_dir, self._name
         where = folder or f"{tfds.core.constants.DATA_DIR} (give another as --tfds_data_dir)"
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity(logging.ERROR)  # TFDS warns of the folder where nothing is yet
         try:
             # A builder that seqio made before there was data would not see what has been prepared since.
             builder = loader.builder if loader.is_memoized() else tfds.builder(name, data_dir=folder)
             prepared, others = builder.is_prepared(), pathlib.Path(builder.data_dir).parent.glob("[0-9]*.*")
         except (AssertionError, tfds.core.DatasetNotFoundError) as error:  # a version or name that TFDS doesn't know
             return f"no data of {name} in {where}: {str(error).splitlines()[0]}"
+        finally:
+            logging.set_verbosity(verbosity)
         if not prepared:
             make = f"tfds build {name}" + (f" --data_dir={folder}" if folder else "")
             versions = ", ".join(sorted(path.name for path in others))
@@ -107,7 +113,7 @@ class Examples(seqio.DataSource):
 
     @property
     def supports_arbitrary_sharding(self) -> bool:
-        return False
+        return True
 
     def list_shards(self, split: str) -> list[str]:
         return [split]
@@ -119,6 +125,8 @@ class Examples(seqio.DataSource):
         examples = self._examples(split)
         columns = {name: tf.constant([example[name] for example in examples]) for name in examples[0]}
         numbers = tf.data.Dataset.range(len(examples))
+        if shard_info is not None:
+            numbers = numbers.shard(shard_info.num_shards, shard_info.index)
         if shuffle:  # the numbers, as a saved iterator holds what is in its shuffle buffer
             numbers = numbers.shuffle(len(examples), seed=seed, reshuffle_each_iteration=True)
         return numbers.map(lambda number: {name: column[number] for name, column in columns.items()})
@@ -152,7 +160,11 @@ class Files(Examples):
         how = self.missing(split)
         if how is not None:
             raise FileNotFoundError(how)
-        examples = self._part(split, list(self._read(*map(pathlib.Path, _paths(self._files[split])))))
+        try:
+            examples = self._part(split, list(self._read(*map(pathlib.Path, _paths(self._files[split])))))
+        except (UnicodeDecodeError, OSError, zlib.error) as error:
+            names = ", ".join(self._files[split])
+            raise ValueError(f"{names}: cannot be read as text in UTF-8: {error}; {self._origin}") from error
         if not examples:
             raise ValueError(f"{', '.join(self._files[split])}: no examples in it")
         return examples
@@ -214,18 +226,21 @@ def _paths(names: Sequence[str]) -> list[str]:
     """The files that names or patterns stand for."""
     folder = os.environ.get(ENVIRONMENT, "")
     whole = [name if "://" in name else os.path.join(folder, name) for name in names]
-    return [path for name in whole for path in ([name] if tf.io.gfile.exists(name) else sorted(tf.io.gfile.glob(name)))]
+    found = [
+        path for name in whole for path in ([name] if tf.io.gfile.exists(name) else sorted(tf.io.gfile.glob(name)))
+    ]
+    return [path for path in found if not tf.io.gfile.isdir(path)]
 
 
 def _missing(names: Sequence[str], origin: str) -> str | None:
     relative = [name for name in names if not os.path.isabs(name) and "://" not in name]
     folder = os.environ.get(ENVIRONMENT)
     if relative and folder is None:
-        return f"{ENVIRONMENT} is not set; it names the folder that has {', '.join(relative)}: {origin}"
+        return f"--data_dir ({ENVIRONMENT}) is not given: the folder that has {', '.join(relative)}; {origin}"
     absent = [name for name in names if not _paths([name])]
     if absent:
-        where = f" in {folder}, which {ENVIRONMENT} names" if relative else ""
-        return f"no {', '.join(absent)}{where}: {origin}"
+        where = f" in {folder} (--data_dir, {ENVIRONMENT})" if relative else ""
+        return f"no {', '.join(absent)}{where}; {origin}"
     return None
 
 

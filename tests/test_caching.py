@@ -53,7 +53,7 @@ register("caching_test_half", HalfThere(ROWS.get, tuple(ROWS)))
 
 @pytest.fixture(autouse=True)
 def no_cache_is_left():
-    before = seqio.get_global_cache_dirs()
+    before = list(seqio.get_global_cache_dirs())
     yield
     seqio.set_global_cache_dirs(before)
     for name in seqio.TaskRegistry.names():
@@ -112,14 +112,43 @@ def test_what_is_there_stays_unless_asked_and_what_is_half_there_is_made_again(t
     make = functools.partial(caching.cache, ["caching_test"], str(tmp_path), num_shards=1)
     assert make()[0].made
     folder = tmp_path / "caching_test"
-    mark = folder / "mark"
-    mark.write_text("")
-    assert not make()[0].made and mark.exists()
-    assert make(overwrite=True)[0].made and not mark.exists()
-    mark.write_text("")
+    made = (folder / "info.train.json").stat().st_mtime_ns
+    assert not make()[0].made and (folder / "info.train.json").stat().st_mtime_ns == made
+    assert make(overwrite=True)[0].made and (folder / "info.train.json").stat().st_mtime_ns > made
+    rest = folder / "train.tfrecord-00007-of-00009"
+    rest.write_text("")
     (folder / "COMPLETED").unlink()  # as after a kill
-    assert make()[0].made and not mark.exists()
+    assert make()[0].made and not rest.exists()
     assert make()[0].examples == {"train": 23, "validation": 5}
+
+
+def test_a_split_is_added_to_what_is_there(tmp_path):
+    make = functools.partial(caching.cache, ["caching_test"], str(tmp_path), num_shards=1)
+    assert make(splits=["validation"])[0].examples == {"validation": 5}
+    seqio.add_global_cache_dirs([str(tmp_path)])
+    assert data.use_cache("caching_test", None, "validation") and not data.use_cache("caching_test", None, "train")
+    with pytest.raises(ValueError, match="no cache of caching_test with the split 'train'"):
+        data.use_cache("caching_test", True, "train")
+    folder = tmp_path / "caching_test"
+    before = (folder / "info.validation.json").stat().st_mtime_ns
+    assert make()[0].examples == {"train": 23, "validation": 5}
+    assert (folder / "info.validation.json").stat().st_mtime_ns == before
+    make(splits=["train"], overwrite=True)  # the other split stays
+    assert rows("caching_test", "validation", True) == rows("caching_test", "validation", False)
+    assert rows("caching_test", "train", True) == rows("caching_test", "train", False)
+
+
+def test_a_cache_of_another_vocabulary_is_refused(tmp_path, monkeypatch):
+    caching.cache(["caching_test"], str(tmp_path), num_shards=1)
+    seqio.add_global_cache_dirs([str(tmp_path)])
+    other = seqio.SentencePieceVocabulary(quickstart.VOCABULARY.sentencepiece_model_file, extra_ids=3)
+    task = seqio.TaskRegistry.get("caching_test")
+    monkeypatch.setattr(task, "_output_features", dict.fromkeys(LENGTHS, seqio.Feature(other, add_eos=True)))
+    with pytest.raises(ValueError, match="was made with another vocabulary of inputs and targets"):
+        data.TrainBatches("caching_test", LENGTHS, 4, pack=False)
+    with pytest.raises(ValueError, match="was made with another vocabulary"):
+        caching.cache(["caching_test"], str(tmp_path))
+    assert not data.use_cache("caching_test", False)
 
 
 def test_splits_without_data_are_left_out_and_said(tmp_path, capsys):
@@ -136,7 +165,7 @@ def test_splits_without_data_are_left_out_and_said(tmp_path, capsys):
         (["caching_test", "--split=test"], "no split 'test'; it has train, validation"),
         (["caching_tset"], "did you mean caching_test"),
         (["caching_test_no_place"], "no seqio.CacheDatasetPlaceholder"),
-        (["caching_test_missing"], "SYNTHESIZER_JAX_DATA is not set"),
+        (["caching_test_missing"], "--data_dir (SYNTHESIZER_JAX_DATA) is not given"),
         (["caching_test", "--num_shards=0"], "num_shards: expected at least 1, got 0"),
     ],
 )

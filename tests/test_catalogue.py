@@ -24,6 +24,7 @@ def upper(dataset):
 
 for name, source in (
     ("catalogue_test", sources.Examples(lambda split: ROWS, ("train", "validation"))),
+    ("catalogue_test_train_only", sources.Examples(lambda split: ROWS, ("train",))),
     ("catalogue_test_missing", sources.Tfds("glue/rte:2.0.0", ("train",))),
     (
         "catalogue_test_files",
@@ -83,14 +84,14 @@ def test_rows_are_counted_and_missing_data_is_told_by_split(tmp_path, monkeypatc
             f"no data of glue/rte:2.0.0 in {tmp_path}" in how
             and f"tfds build glue/rte:2.0.0 --data_dir={tmp_path}" in how
         )
-    assert "SYNTHESIZER_JAX_DATA is not set" in entry("catalogue_test_files").missing["train"]
+    assert "--data_dir (SYNTHESIZER_JAX_DATA) is not given" in entry("catalogue_test_files").missing["train"]
     (tmp_path / "c.txt").write_text("x")
     monkeypatch.setenv("SYNTHESIZER_JAX_DATA", str(tmp_path))
     seqio.TaskRegistry.get("catalogue_test_files").source._read = lambda path: [
         {"inputs": path.read_text(), "targets": "y"}
     ]
     assert entry("catalogue_test_files").missing == {
-        "train": f"no a/b.txt in {tmp_path}, which SYNTHESIZER_JAX_DATA names: ask me"
+        "train": f"no a/b.txt in {tmp_path} (--data_dir, SYNTHESIZER_JAX_DATA); ask me"
     }
     assert entry("catalogue_test_files").examples == {"validation": 1}
 
@@ -106,6 +107,22 @@ def test_the_table_of_all_needs_neither_vocabulary_nor_network(monkeypatch, caps
     shown = capsys.readouterr().out
     assert all(f"\n  {name} " in shown for name in NAMES)
     assert "validation 1,024  made here" in shown and "-: data that is not here" in shown
+
+
+def test_tasks_of_a_module_of_ones_own_are_listed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "catalogue_test_module.py").write_text(
+        "from synthesizer_jax.tasks import lm_text\n"
+        f"lm_text.add('catalogue_test_own', train={str(tmp_path / 'a.txt')!r}, validation={str(tmp_path / 'b.txt')!r})\n"
+    )
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["tasks", "catalogue_test_own", "--module=catalogue_test_module"]) == 0
+    assert "  catalogue_test_own  train (not counted)  validation -  files " in capsys.readouterr().out
+
+
+def test_the_first_split_is_shown_where_there_is_no_validation(capsys):
+    assert main(["tasks", "show", "catalogue_test_train_only", "-n", "1"]) == 0
+    assert capsys.readouterr().out.startswith("catalogue_test_train_only, split train: ")
 
 
 def test_a_pattern_lists_some(capsys):
@@ -154,7 +171,7 @@ def test_a_mixture_shows_its_rates_and_examples_as_they_are_drawn(capsys):
     [
         (["show", "quickstart_nubmer"], "did you mean quickstart_number"),
         (["show", "quickstart_number", "--split=test"], "no split 'test'; it has train, validation"),
-        (["show", "quickstart_number", "-n", "0"], "-n: expected at least 1, got 0"),
+        (["show", "quickstart_number", "-n", "0"], "-n: expected at least 1 and at most 1,000,000, got 0"),
         (["show"], "expected nothing, a pattern such as 'glue_*', or show NAME, got show"),
         (["glue", "super_glue"], "expected nothing, a pattern"),
         (["no_such_*"], "no task's name matches 'no_such_*'"),
@@ -162,6 +179,13 @@ def test_a_mixture_shows_its_rates_and_examples_as_they_are_drawn(capsys):
         (["show", "catalogue_test", "--tfds_data_dir=/no/such"], "--tfds_data_dir: no such directory: /no/such"),
         (["show", "catalogue_test", "--data_dir=/no/such"], "--data_dir: no such directory: /no/such"),
         (["show", "x", "--module=no_such_module"], "there is no module 'no_such_module'"),
+        (["--module=no_such_module"], "there is no module 'no_such_module'"),
+        (
+            ["show", "quickstart_span_corruption", '--task_feature_lengths={"targets": 9}'],
+            'expected {"inputs": N, "targets": N}',
+        ),
+        (["show", "quickstart_lm", '--task_feature_lengths={"input": 9}'], 'expected {"targets": N}'),
+        (["show", "quickstart_lm", "-n", "99999999999999999999"], "at most 1,000,000"),
     ],
 )
 def test_what_a_wrong_argument_says(argv, text, capsys):

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from synthesizer_jax import data
 from synthesizer_jax.data.streams import stream_dataset
-from synthesizer_jax.tasks import sources
+from synthesizer_jax.tasks import features, quickstart, sources
 
 LENGTHS = {"inputs": 12, "targets": 7}
 COUNT = 41  # examples; a prime, so that no number of shards divides it
@@ -45,6 +45,12 @@ def made(split):
     return [{"number": number} for number in range(COUNT)]
 
 
+def words(split):
+    return [
+        {"inputs": f"number {i} " + "word " * (i % 7), "targets": f"answer {i} " + "x " * (i % 5)} for i in range(50)
+    ]
+
+
 def add(name, source, *preprocessors):
     steps = [*preprocessors, seqio.preprocessors.append_eos_after_trim]
     seqio.TaskRegistry.add(name, source=source, preprocessors=steps, output_features=FEATURES)
@@ -64,6 +70,12 @@ add(
     "shards_made",
     sources.Examples(made, ("train",)),
     lambda dataset: dataset.map(lambda x: example(tf.cast(x["number"], tf.int32))),
+)
+seqio.TaskRegistry.add(
+    "shards_words",
+    source=sources.Examples(words, ("train",)),
+    preprocessors=[*features.TOKENIZED],
+    output_features=dict.fromkeys(LENGTHS, seqio.Feature(quickstart.VOCABULARY, add_eos=True)),
 )
 seqio.MixtureRegistry.add("shards_mixture", [("shards_function", 1), ("shards_made", 3)])
 seqio.MixtureRegistry.add("shards_outer", [("shards_mixture", 3), ("shards_even", 1)])
@@ -224,6 +236,24 @@ def test_a_run_goes_on_with_another_number_of_hosts(before, after):
     for host in second:
         host.restore(data.merge_states(states))
     assert equal(joined([take(host, 9) for host in second]), rest)
+
+
+@pytest.mark.parametrize("name, shards", [("shards_words", 2), ("shards_words", 1), ("shards_mixture", 2)])
+def test_a_run_goes_on_through_later_epochs(name, shards):
+    """A state holds how often each shuffle began anew, also where a map has read ahead to the end of an epoch."""
+    states, expected = {}, []
+    options = {"pack": True, "shards": shards, "seed": 0}
+    lengths = {"inputs": 64, "targets": 32}
+    with data.TrainBatches(name, lengths, 8, **options) as batches:
+        for number in range(36):  # several epochs, of 50 words
+            states |= {number: batches.state()} if number in (1, 7) else {}
+            expected.append(next(batches))
+    with data.TrainBatches(name, lengths, 8, **options) as batches:
+        for taken, state in states.items():
+            batches.restore(state)
+            for number in range(taken, 36):
+                found = next(batches)
+                assert all(np.array_equal(found[key], expected[number][key]) for key in found), (taken, number)
 
 
 def test_a_hosts_state_alone_is_refused_elsewhere():

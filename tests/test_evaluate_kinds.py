@@ -146,7 +146,9 @@ def test_perplexity_counts_every_token_once_whatever_the_batch_size(folders, tmp
         assert found["target_tokens"] == tokens
         np.testing.assert_allclose(found["loss"], -sum(scores) / tokens, rtol=1e-5)
         np.testing.assert_allclose(found["perplexity"], np.exp(-sum(scores) / tokens), rtol=1e-4)
-        assert lines(folder / "kinds_test_text-metrics.jsonl") == [{"step": STEP} | found]
+        assert lines(folder / "kinds_test_text-metrics.jsonl") == [
+            {"step": STEP, "split": "validation", "examples": 23} | found
+        ]
         written = lines(folder / f"kinds_test_text-{STEP}.jsonl")
         assert [line["target"] for line in written] == texts(23)
         np.testing.assert_allclose([line["score"] for line in written], scores, rtol=1e-4)
@@ -160,7 +162,7 @@ def test_a_tasks_metrics_of_scores_stand_beside_perplexity(folders, tmp_path):
     assert list(scored) == ["loss", "perplexity", "target_tokens", "log_likelihood", "scored"] and scored["scored"] == 5
     np.testing.assert_allclose(scored["loss"] * scored["target_tokens"], -5 * scored["log_likelihood"], rtol=1e-6)
     (line,) = lines(tmp_path / "kinds_test_scored-metrics.jsonl")
-    assert line == {"step": STEP} | scored
+    assert line == {"step": STEP, "split": "validation", "examples": 5} | scored
     assert len(lines(tmp_path / f"kinds_test_scored-{STEP}.jsonl")) == 5
 
 
@@ -202,7 +204,9 @@ def test_accuracy_counts_every_example_once(folders, tmp_path, task):
     for size in (4, 64):
         found = run(evaluate, folders, CLASSIFIER, task, tmp_path / str(size), batch_size=size)[task]
         assert found == expected
-        assert lines(tmp_path / str(size) / f"{task}-metrics.jsonl") == [{"step": STEP} | found]
+        assert lines(tmp_path / str(size) / f"{task}-metrics.jsonl") == [
+            {"step": STEP, "split": "validation", "examples": 21} | found
+        ]
         written = lines(tmp_path / str(size) / f"{task}-{STEP}.jsonl")
         names = LABELS if task == "kinds_test_words" else ("0", "1", "2")
         assert [line["prediction"] for line in written] == [names[answer] for answer in answers]

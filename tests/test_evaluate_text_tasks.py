@@ -69,7 +69,7 @@ def test_translation_with_its_signature_on_screen_and_in_files(model, tmp_path, 
     assert len(written) == 11 and written[0]["input"].startswith("translate English to German: ")
     score = BLEU().corpus_score([line["prediction"] for line in written], [[line["target"] for line in written]])
     (found,) = lines(tmp_path / "multi30k_en_de-metrics.jsonl")
-    assert list(found) == ["step", "sacrebleu", "sacrebleu_signature", "t5_bleu"]
+    assert list(found) == ["step", "split", "examples", "sacrebleu", "sacrebleu_signature", "t5_bleu"]
     assert found["sacrebleu"] == pytest.approx(score.score)
     assert found["sacrebleu_signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
     assert f"multi30k_en_de  sacrebleu_signature  {found['sacrebleu_signature']}" in said
@@ -81,8 +81,8 @@ def test_perplexity_per_word_and_per_subword_of_a_language_model(model, tmp_path
     results = evaluate(
         mixture_or_task_name="lm1b", task_feature_lengths={"targets": 32}, split="test", num_examples=50, **model
     )
-    found, written = results["lm1b"], lines(tmp_path / f"lm1b-{STEP}.jsonl")
-    assert lines(tmp_path / "lm1b-metrics.jsonl") == [{"step": STEP} | found]
+    found, written = results["lm1b"], lines(tmp_path / f"lm1b-test-{STEP}.jsonl")
+    assert lines(tmp_path / "lm1b-test-metrics.jsonl") == [{"step": STEP, "split": "test", "examples": 50} | found]
     assert 0 < found["examples_cut"] < 50 and found["subwords"] == found["target_tokens"]
     assert math.log(found["perplexity_per_subword"]) == pytest.approx(found["loss"], rel=1e-6)
     nats, words = -sum(line["score"] for line in written), found["words"]

@@ -43,9 +43,9 @@ def examples(count):
     return [{"inputs": text, "targets": text.split()[-1]} for text in texts]
 
 
-def add_task(name, counts, metric_fns, postprocess_fn=None):
+def add_task(name, counts, metric_fns, postprocess_fn=None, target=None):
     def dataset(split, shuffle_files=False, seed=None):
-        rows = examples(counts[split])
+        rows = [row | ({} if target is None else {"targets": target}) for row in examples(counts[split])]
         return tf.data.Dataset.from_tensor_slices({key: [row[key] for row in rows] for key in rows[0]})
 
     seqio.TaskRegistry.add(
@@ -70,6 +70,9 @@ def tasks():
     add_task("evaluation_test_no_metric", {"validation": 5}, [])
     add_task("evaluation_test_aux", {"validation": 5}, [needs_more])
     add_task(LONG_NAME, {"validation": 2}, [letters])
+    add_task("evaluation_test_secret", {"validation": 4}, [letters], target="<unk>")
+    half = ["evaluation_test_upper", "evaluation_test_secret"]
+    seqio.MixtureRegistry.add("evaluation_test_half_secret", half, default_rate=1)
     parts = [
         "evaluation_test_plain",
         "evaluation_test_upper",
@@ -122,7 +125,9 @@ def test_the_metrics_count_every_example_whatever_the_batch_size(model_dir, tmp_
         np.testing.assert_allclose(
             np.mean([line["score"] for line in written]), result[name]["log_likelihood"], rtol=1e-6
         )
-        assert lines(tmp_path / str(size) / f"{name}-metrics.jsonl") == [{"step": STEP} | result[name]]
+        assert lines(tmp_path / str(size) / f"{name}-metrics.jsonl") == [
+            {"step": STEP, "split": "validation", "examples": 23} | result[name]
+        ]
 
 
 def test_examples_that_are_cut_are_said(model_dir, tmp_path, capfd):
@@ -164,6 +169,29 @@ def test_a_task_without_metrics_has_perplexity_per_target_token(model_dir, tmp_p
     np.testing.assert_allclose(result["perplexity"], np.exp(nats / tokens), rtol=1e-5)
     written = lines(tmp_path / f"evaluation_test_no_metric-{STEP}.jsonl")
     assert [set(line) for line in written] == [{"input", "target", "score"}] * 5
+
+
+def test_another_split_has_files_of_its_own(model_dir, tmp_path):
+    for split, count in (("validation", 23), ("test", 3)):
+        run(evaluate, model_dir, tmp_path, "evaluation_test_plain", split=split)
+        run(infer, model_dir, tmp_path / "said", "evaluation_test_plain", split=split)
+    names = {path.name for folder in (tmp_path, tmp_path / "said") for path in folder.glob("*.jsonl")}
+    plain, test = "evaluation_test_plain", "evaluation_test_plain-test"
+    assert names == {f"{name}-{what}.jsonl" for name in (plain, test) for what in (STEP, "metrics")}
+    assert [len(lines(tmp_path / f"{name}-{STEP}.jsonl")) for name in (plain, test)] == [23, 3]
+    (line,) = lines(tmp_path / f"{test}-metrics.jsonl")
+    assert (line["split"], line["examples"]) == ("test", 3)
+
+
+def test_a_split_without_labels_is_refused_or_left_out(model_dir, tmp_path, capfd):
+    """A wrong answer and T5's placeholder for no label are both -1 to T5's metrics: 100 % right."""
+    with pytest.raises(ValueError, match="split: 'validation' of evaluation_test_secret has no labels.*`infer`"):
+        run(evaluate, model_dir, tmp_path, "evaluation_test_secret")
+    results = run(evaluate, model_dir, tmp_path, "evaluation_test_half_secret")
+    assert set(results) == {"evaluation_test_upper"}
+    assert "left out, as their split 'validation' has no labels: evaluation_test_secret" in capfd.readouterr().err
+    run(infer, model_dir, tmp_path, "evaluation_test_secret")
+    assert len(lines(tmp_path / f"evaluation_test_secret-{STEP}.jsonl")) == 4
 
 
 def test_a_long_task_name_fits_a_file_name(model_dir, tmp_path):

@@ -62,7 +62,7 @@ def test_files_come_one_after_the_other_by_name_pattern_or_path(folder, tmp_path
 def test_a_missing_file_is_said_with_its_name(folder, monkeypatch):
     source = sources.Lines({"train": ["a.txt"], "validation": ["no-*.txt", "a.txt"], "test": ["/no/file"]}, "ask me")
     assert source.missing("train") is None
-    with pytest.raises(FileNotFoundError, match=r"^no no-\*.txt in .*, which SYNTHESIZER_JAX_DATA names: ask me$"):
+    with pytest.raises(FileNotFoundError, match=r"^no no-\*.txt in .* \(--data_dir, SYNTHESIZER_JAX_DATA\); ask me$"):
         source.get_dataset("validation")
     with pytest.raises(FileNotFoundError, match="^no /no/file: ask me$"):
         source.get_dataset("test")

@@ -295,7 +295,7 @@ def test_missing_data_is_an_error_at_once(tmp_path):
     for name, text in said.items():
         from_files = name.startswith(("multi30k", "movie", "wikitext2", "tiny"))
         expected = (
-            "SYNTHESIZER_JAX_DATA is not set; it names the folder that has" if from_files else "with: tfds build "
+            "--data_dir (SYNTHESIZER_JAX_DATA) is not given: the folder that has" if from_files else "with: tfds build "
         )
         assert expected in text, (name, text)
 
@@ -305,12 +305,12 @@ def test_files_that_are_not_in_the_folder(tmp_path, monkeypatch):
     for name, text in (
         ("multi30k_fr_en", r"no multi30k/train.fr.gz, multi30k/train.en.gz in .*: get data/task1/raw"),
         ("movie_reviews", r"no movie_reviews/rt-polarity.neg, movie_reviews/rt-polarity.pos in .*: unpack sentence"),
-        ("wikitext2", r"no wikitext-2-raw/wiki.train.raw in .*, which SYNTHESIZER_JAX_DATA names: unpack"),
+        ("wikitext2", r"no wikitext-2-raw/wiki.train.raw in .* \(--data_dir, SYNTHESIZER_JAX_DATA\); unpack"),
         ("tiny_shakespeare", r"no tinyshakespeare/input.txt in .*: get data/tinyshakespeare/input.txt of https"),
     ):
         assert re.search(text, seqio.TaskRegistry.get(name).source.missing("train"))
     file = sources.Files({"train": ["a.txt"]}, print, "ask me")
-    with pytest.raises(FileNotFoundError, match=r"no a.txt in .*, which SYNTHESIZER_JAX_DATA names: ask me"):
+    with pytest.raises(FileNotFoundError, match=r"no a.txt in .* \(--data_dir, SYNTHESIZER_JAX_DATA\); ask me"):
         file.get_dataset("train")
 
 

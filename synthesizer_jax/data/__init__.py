@@ -27,7 +27,9 @@ from synthesizer_jax.data.lengths import cut_examples as cut_examples
 from synthesizer_jax.data.packages import check_packages as check_packages
 from synthesizer_jax.data.packages import keep_off_accelerators as keep_off_accelerators
 from synthesizer_jax.data.providers import TARGETS as TARGETS
+from synthesizer_jax.data.providers import VOCABULARIES as VOCABULARIES
 from synthesizer_jax.data.providers import Provider as Provider
+from synthesizer_jax.data.providers import check_cache as check_cache
 from synthesizer_jax.data.providers import check_features as check_features
 from synthesizer_jax.data.providers import check_lengths as check_lengths
 from synthesizer_jax.data.providers import check_model as check_model
@@ -35,10 +37,13 @@ from synthesizer_jax.data.providers import check_packing as check_packing
 from synthesizer_jax.data.providers import check_shards as check_shards
 from synthesizer_jax.data.providers import check_split as check_split
 from synthesizer_jax.data.providers import check_vocabulary as check_vocabulary
+from synthesizer_jax.data.providers import decoded as decoded
 from synthesizer_jax.data.providers import get_mixture_or_task as get_mixture_or_task
 from synthesizer_jax.data.providers import how_to_get as how_to_get
+from synthesizer_jax.data.providers import load_vocabularies as load_vocabularies
 from synthesizer_jax.data.providers import output_vocabulary as output_vocabulary
 from synthesizer_jax.data.providers import use_cache as use_cache
+from synthesizer_jax.data.providers import vocabulary_fingerprints as vocabulary_fingerprints
 from synthesizer_jax.data.state import merge_states as merge_states
 
 check_packages()

@@ -13,6 +13,7 @@ from synthesizer_jax.data.providers import (
     Provider,
     check_room,
     get_mixture_or_task,
+    load_vocabularies,
     output_vocabulary,
     with_split,
 )
@@ -22,6 +23,7 @@ from synthesizer_jax.models.batch import ENCODER_ONLY, BatchKeys
 def task_dataset(mixture_or_task: str | Provider, lengths: Mapping[str, int], **options) -> tf.data.Dataset:
     """Examples with the task's features in an order that depends on the options only, those of seqio's get_dataset."""
     provider = get_mixture_or_task(mixture_or_task)
+    load_vocabularies(provider)
     check_room(provider, lengths)
     if isinstance(provider, seqio.Mixture):
         options |= {"log_mixing_proportions": False}  # seqio would read a part of the cache for it
@@ -58,7 +60,7 @@ def _fingerprint(
 ) -> str:
     options = {"split": split, "use_cached": cached, "shuffle": False, "seed": seed, "num_epochs": 1}
     dataset = task_dataset(task, dict(lengths), **options)
-    digest, count = hashlib.sha256(), 0
+    digest, count = hashlib.sha256(str(number_of_examples(task, split, cached)).encode()), 0
     for count, example in enumerate(dataset.take(32).as_numpy_iterator(), start=1):
         if keys == ENCODER_ONLY:
             _check_label(task, example[TARGETS])

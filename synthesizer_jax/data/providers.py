@@ -1,7 +1,10 @@
 """Tasks and mixtures by name, and whether they fit what is asked of them."""
 
 import difflib
+import hashlib
 import importlib
+import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +18,7 @@ from synthesizer_jax.models.config import EncoderOnlyConfig, ModelConfig
 from synthesizer_jax.tasks import sources
 
 TARGETS = "targets"
+VOCABULARIES = "vocabularies.json"  # in a cache of ours: what its ids are of
 Provider = seqio.Task | seqio.Mixture
 
 
@@ -130,6 +134,25 @@ def output_vocabulary(mixture_or_task: str | Provider, feature: str = TARGETS) -
     return provider.output_features[feature].vocabulary
 
 
+def decoded(vocabulary: seqio.Vocabulary, ids: Sequence[int]) -> str:
+    """The text of all ids, with </s> between texts that were joined, where seqio's decode stops; the ids themselves where
+    the vocabulary has no text for them."""
+    parts: list[list[int]] = [[]]
+    for i in map(int, ids):
+        if i == vocabulary.eos_id:
+            parts.append([])
+        else:
+            parts[-1].append(i)
+    texts = [vocabulary.decode(part) for part in (parts if parts[-1] else parts[:-1])]
+    return " </s> ".join(text if isinstance(text, str) else " ".join(map(str, text)) for text in texts)
+
+
+def load_vocabularies(provider: Provider) -> None:
+    """Raises OSError or ValueError where one can't be read, as it is: inside of a pipeline it would be wrapped."""
+    for feature in provider.output_features.values():
+        _ = feature.vocabulary.vocab_size
+
+
 def check_vocabulary(
     mixture_or_task: str | Provider, vocab_size: int, features: Sequence[str] = ENCODER_DECODER.task_features
 ) -> None:
@@ -144,9 +167,7 @@ def check_vocabulary(
             )
 
 
-def use_cache(
-    mixture_or_task: str | Provider, use_cached_tasks: bool | None = None, split: str | None = None
-) -> bool:
+def use_cache(mixture_or_task: str | Provider, use_cached_tasks: bool | None = None, split: str | None = None) -> bool:
     """Whether to read seqio's cache of a split (None: of any). use_cached_tasks None: where every task that can be cached
     is; True: an error where one is not; False: never."""
     provider = get_mixture_or_task(mixture_or_task)
@@ -161,9 +182,41 @@ def use_cache(
             f"({folders}); make one with `python -m synthesizer_jax cache {' '.join(missing) or provider.name} "
             "--output_cache_dir=DIR`, or leave USE_CACHED_TASKS out to use one where there is one"
         )
-    if use_cached_tasks is None:
-        return bool(cacheable) and not missing
-    return use_cached_tasks
+    use = bool(cacheable) and not missing if use_cached_tasks is None else use_cached_tasks
+    for task in cacheable if use else ():
+        check_cache(task, task.cache_dir)
+    return use
+
+
+def check_cache(task: seqio.Task, folder: str) -> None:
+    """Raises ValueError where a cache was made with another vocabulary than the task's (as far as it says)."""
+    path = os.path.join(folder, VOCABULARIES)
+    if not tf.io.gfile.exists(path):
+        return  # made by other tools
+    with tf.io.gfile.GFile(path) as file:
+        then = json.load(file)
+    now = vocabulary_fingerprints(task)
+    different = [name for name in now if then.get(name) != now[name]]
+    if different:
+        raise ValueError(
+            f"use_cached_tasks: the cache of {task.name!r} in {folder} was made with another vocabulary of "
+            f"{' and '.join(different)} than today's; give that vocabulary, make the cache again (cache --overwrite), or "
+            "set USE_CACHED_TASKS=False"
+        )
+
+
+def vocabulary_fingerprints(task: seqio.Task) -> dict[str, str]:
+    """Of each feature: equal where its vocabulary has the same pieces."""
+
+    def content(vocabulary):
+        if isinstance(vocabulary, seqio.SentencePieceVocabulary):
+            return vocabulary.sp_model
+        return f"{type(vocabulary).__name__} {vocabulary.vocab_size} {vocabulary.eos_id}".encode()
+
+    return {
+        name: hashlib.sha256(content(feature.vocabulary)).hexdigest()[:16]
+        for name, feature in task.output_features.items()
+    }
 
 
 def _is_cached(task: seqio.Task, split: str | None) -> bool:

@@ -101,7 +101,9 @@ class _Part(seqio.DataSource):
         return [split]
 
     def get_dataset(self, split="train", shuffle=True, seed=None, shard_info=None, **unused) -> tf.data.Dataset:
-        source, order = self._source, {"split": split, "shuffle": shuffle, "seed": self._order_seed}
+        source, order = self._source, {"split": split, "seed": self._order_seed}
         if source.supports_arbitrary_sharding or len(source.list_shards(split)) >= self._shards:
-            return source.get_dataset(**order, shard_info=seqio.ShardInfo(self._index, self._shards))
-        return source.get_dataset(**order).shard(self._shards, self._index)
+            return source.get_dataset(**order, shuffle=shuffle, shard_info=seqio.ShardInfo(self._index, self._shards))
+        # Its few files in their order: TensorFlow forgets how often a shuffle began anew that is below an exhausted
+        # shard, so that a restored iterator would have other epochs. Examples are shuffled above.
+        return source.get_dataset(**order, shuffle=False).shard(self._shards, self._index)
