@@ -103,9 +103,11 @@ def row(run: Run, work: pathlib.Path, tfds_data_dir: str) -> str:
     command("evaluate", *files, "--gin_file=runs/evaluate.gin", *use, *flags, *places)
     train = lines(folder / "train" / "metrics.jsonl")
     (results,) = (folder / "inference_eval").glob("*-metrics.jsonl")
-    metrics = lines(results)[-1]
-    step, task = metrics.pop("step"), data.get_mixture_or_task(results.name.removesuffix("-metrics.jsonl"))
-    examples = len(lines(folder / "inference_eval" / f"{task.name}-{step}.jsonl"))
+    metrics, name = lines(results)[-1], results.name.removesuffix("-metrics.jsonl")
+    step, task = metrics.pop("step"), data.get_mixture_or_task(name.removesuffix(f"-{run.split}"))
+    examples = len(lines(folder / "inference_eval" / f"{name}-{step}.jsonl"))
+    if (metrics.pop("split"), metrics.pop("examples")) != (run.split, examples):
+        raise AssertionError(f"{results}: its last line is not of {examples} examples of {run.split}")
     found = next(catalogue.entries(pattern=task.name)).examples
     expected = pieces(run, files, task) if run.cut else found[run.split]
     if examples != expected:
