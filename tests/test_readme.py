@@ -18,7 +18,7 @@ OURS = "python -m synthesizer_jax "
 
 def run(command, folder, *more):
     """The command in this process, its files in `folder`."""
-    command = command.replace('"runs/', f'"{folder}/').replace("=runs/", f"={folder}/")
+    command = command.replace('"runs/', f'"{folder}/').replace("cache_dir=runs/", f"cache_dir={folder}/")
     assert main([*shlex.split(command)[3:], *more]) == 0
 
 
