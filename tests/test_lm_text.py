@@ -64,7 +64,7 @@ def test_a_missing_file_is_said_with_its_name(folder, monkeypatch):
     assert source.missing("train") is None
     with pytest.raises(FileNotFoundError, match=r"^no no-\*.txt in .* \(--data_dir, SYNTHESIZER_JAX_DATA\); ask me$"):
         source.get_dataset("validation")
-    with pytest.raises(FileNotFoundError, match="^no /no/file: ask me$"):
+    with pytest.raises(FileNotFoundError, match="^no /no/file; ask me$"):
         source.get_dataset("test")
     monkeypatch.delenv("SYNTHESIZER_JAX_DATA")
     with pytest.raises(FileNotFoundError, match=r"SYNTHESIZER_JAX_DATA is not set; .* has no-\*.txt, a.txt: ask me"):
