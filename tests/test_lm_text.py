@@ -67,7 +67,7 @@ def test_a_missing_file_is_said_with_its_name(folder, monkeypatch):
     with pytest.raises(FileNotFoundError, match="^no /no/file; ask me$"):
         source.get_dataset("test")
     monkeypatch.delenv("SYNTHESIZER_JAX_DATA")
-    with pytest.raises(FileNotFoundError, match=r"SYNTHESIZER_JAX_DATA is not set; .* has no-\*.txt, a.txt: ask me"):
+    with pytest.raises(FileNotFoundError, match=r"SYNTHESIZER_JAX_DATA\) is not given: .* has no-\*.txt, a.txt; ask me"):
         source.get_dataset("validation")
     assert sources.Lines({"train": [str(folder / "a.txt")]}, "ask me").missing("train") is None
 
