@@ -3,7 +3,6 @@
 
 import argparse
 import contextlib
-import functools
 import importlib
 import json
 import logging
@@ -112,7 +111,6 @@ def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
         folder = epath.Path(plan.arguments["model_dir"])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.gin").write_text(plan.config)
-        print("\n".join(facts), file=sys.stderr, flush=True)
     _report(plan.command, plan.run())
 
 
@@ -240,20 +238,18 @@ def _tasks(arguments: argparse.Namespace) -> None:
         raise ValueError(f"tasks: expected nothing, a pattern such as 'glue_*', or show NAME, got {' '.join(what)}")
     _start_tensorflow()
     _point_to_data(arguments, arguments.vocabulary)
-    from_catalogue = functools.partial(getattr, importlib.import_module("synthesizer_jax.catalogue"))
-    known = from_catalogue("registered")()
+    catalogue = importlib.import_module("synthesizer_jax.catalogue")
+    known = catalogue.registered()
     for module in arguments.module:
         _import_tasks(module)
     if what[:1] != ["show"]:
-        own = [name for name in from_catalogue("registered")() if name not in known]
-        found = list(from_catalogue("entries")(own, *what))
+        own = [name for name in catalogue.registered() if name not in known]
+        found = list(catalogue.entries(own, *what))
         if not found:
             raise ValueError(f"tasks: no task's name matches {what[0]!r}; `tasks` lists all")
-        return print(from_catalogue("table")(found))
+        return print(catalogue.table(found))
     options = {"seed": arguments.seed, "full": arguments.full}
-    for line in from_catalogue("show")(
-        what[1], arguments.split, arguments.n, arguments.task_feature_lengths, **options
-    ):
+    for line in catalogue.show(what[1], arguments.split, arguments.n, arguments.task_feature_lengths, **options):
         print(line)
 
 

@@ -54,7 +54,7 @@ def registered() -> list[str]:
 
 
 def _task(task: seqio.Task) -> Entry:
-    cached = {split for split in task.splits if task.supports_caching and data.use_cache(task, None, split)}
+    cached = {split for split in task.splits if data.is_cached(task, split)}
     missing = {
         split: how for split in task.splits if split not in cached and (how := data.how_to_get(task, split)) is not None
     }
@@ -85,9 +85,11 @@ def _kind(task: seqio.Task) -> str:
     return "text to text" if task.output_features[data.TARGETS].add_eos else "classification"
 
 
-def _count(task, split, cached=False):
-    count = task.get_cached_stats(split)["examples"] if cached else task.num_input_examples(split)
-    return int(count) if count is not None and np.isfinite(count) else None
+def _count(task, split, cached):
+    try:
+        return data.number_of_examples(task, split, cached)
+    except KeyError:  # seqio's own source of a dataset that TFDS has not prepared
+        return None
 
 
 def table(found: Sequence[Entry]) -> str:
@@ -146,7 +148,6 @@ def show(
     data.check_split(provider, split)
     if not 1 <= count <= 10**6:
         raise ValueError(f"-n: expected at least 1 and at most 1,000,000, got {count}")
-    data.load_vocabularies(provider)
     lengths = LENGTHS if task_feature_lengths is None else dict(task_feature_lengths)
     if not set(provider.output_features) <= set(lengths) or (task_feature_lengths and set(lengths) - set(LENGTHS)):
         wanted = ", ".join(f'"{feature}": N' for feature in provider.output_features)
@@ -169,7 +170,7 @@ def show(
 
 
 def _task_line(task, split):
-    count = _count(task, split)
+    count = _count(task, split, cached=False)
     rows = "" if count is None else f", {count:,} examples"
     return f"{_task(task).source}{rows}; targets are {data.output_vocabulary(task).vocab_size:,} ids"
 

@@ -220,7 +220,8 @@ def infer(
     input_file: text with one input a line, in the words that the model sees (a task's prefix included); the task then
     gives the vocabulary. output_dir: None: `inference` beside the checkpoint. The rest is as in `evaluate`.
 
-    Returns: the files written, `<task or file name>-<step>.jsonl` (a split other than "validation" is named, too); one line of {input, target, prediction} per example.
+    Returns: the files written, `<task or file name>-<step>.jsonl`, of a split other than "validation"
+    `<task>-<split>-<step>.jsonl`; one line of {input, target, prediction} per example.
     """
     path = checkpoint.find(checkpoint_path)
     keys = checkpoint.read_config(path).batch

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import seqio
 from etils import epath
 
 from synthesizer_jax import data, evaluation, sharding
@@ -87,9 +86,7 @@ def _check_data(a: Mapping[str, Any], config: ModelConfig) -> None:
 def _describe_split(a: Mapping[str, Any], split: str) -> list[str]:
     provider = data.get_mixture_or_task(a["mixture_or_task_name"])
     data.check_split(provider, split)
-    cached = "cached" if data.use_cache(provider, a["use_cached_tasks"], split) else "not cached"
-    tasks = ", ".join(task.name for task in seqio.get_subtasks(provider) if split in task.splits)
-    return [f"data: split {split!r} of {tasks} ({cached})"]
+    return [data.describe_split(provider, split, a["use_cached_tasks"])]
 
 
 def _describe_cuts(a: Mapping[str, Any], split: str) -> list[str]:

@@ -27,11 +27,6 @@ from t5.data import preprocessors
 from synthesizer_jax.tasks import features, perplexity, sources
 
 SOURCE = sources.Tfds("c4/en:2.2.0", splits=("train", "validation"))  # T5's version of it
-TOKENIZED_DOCUMENTS = (
-    functools.partial(preprocessors.rekey, key_map={"inputs": None, "targets": "text"}),
-    seqio.preprocessors.tokenize,
-    seqio.CacheDatasetPlaceholder(),
-)
 
 for _name, _objective in (
     ("c4_span_corruption", preprocessors.span_corruption),
@@ -40,7 +35,7 @@ for _name, _objective in (
     seqio.TaskRegistry.add(
         _name,
         source=SOURCE,
-        preprocessors=[*TOKENIZED_DOCUMENTS, _objective, seqio.preprocessors.append_eos_after_trim],
+        preprocessors=[*features.DOCUMENTS, _objective, seqio.preprocessors.append_eos_after_trim],
         output_features=features.TEXT_TO_TEXT,
         metric_fns=[],
     )
@@ -50,7 +45,7 @@ seqio.TaskRegistry.add(
     source=SOURCE,
     preprocessors=[
         functools.partial(preprocessors.rekey, key_map={"targets": "text"}),
-        *TOKENIZED_DOCUMENTS[1:],
+        *features.DOCUMENTS[1:],
         preprocessors.full_lm,
     ],
     postprocess_fn=perplexity.scored,

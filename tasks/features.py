@@ -9,9 +9,11 @@ seqio.TaskRegistry.add(
 )
 """
 
+import functools
 from collections.abc import Sequence
 
 import seqio
+from t5.data import preprocessors
 
 from synthesizer_jax.tasks.labels import LabelVocabulary
 from synthesizer_jax.tasks.vocabulary import T5Vocabulary
@@ -25,6 +27,13 @@ TEXT_TO_TEXT = {
 }
 # Of a language model.
 TEXT = {"targets": TEXT_TO_TEXT["targets"]}
+
+# Text of documents as targets, for an objective such as span corruption, which makes the inputs.
+DOCUMENTS = (
+    functools.partial(preprocessors.rekey, key_map={"inputs": None, "targets": "text"}),
+    seqio.preprocessors.tokenize,
+    seqio.CacheDatasetPlaceholder(),
+)
 
 TOKENIZED = (
     seqio.preprocessors.tokenize,

@@ -79,9 +79,7 @@ def add_source(name: str, source: seqio.DataSource) -> None:
         f"{name}_span_corruption",
         source=source,
         preprocessors=[
-            functools.partial(preprocessors.rekey, key_map={"inputs": None, "targets": "text"}),
-            seqio.preprocessors.tokenize,
-            seqio.CacheDatasetPlaceholder(),
+            *features.DOCUMENTS,
             preprocessors.span_corruption,
             seqio.preprocessors.append_eos_after_trim,
         ],

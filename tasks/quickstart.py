@@ -27,7 +27,7 @@ import functools
 import pathlib
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import seqio
 from t5.data import postprocessors, preprocessors
@@ -134,9 +134,7 @@ seqio.TaskRegistry.add(
     "quickstart_span_corruption",
     source=sources.Examples(documents, quickstart_text.SPLITS),
     preprocessors=[
-        functools.partial(preprocessors.rekey, key_map={"inputs": None, "targets": "text"}),
-        seqio.preprocessors.tokenize,
-        seqio.CacheDatasetPlaceholder(),
+        *features.DOCUMENTS,
         preprocessors.span_corruption,
         seqio.preprocessors.append_eos_after_trim,
     ],

@@ -26,6 +26,12 @@ ENVIRONMENT = "SYNTHESIZER_JAX_DATA"
 Example = Mapping[str, Any]
 
 
+def places() -> tuple:
+    """Where data is looked for by now: what was read elsewhere is not to be taken for it."""
+    tfds_data_dir = seqio.LazyTfdsLoader("any/dataset:1.0.0").data_dir
+    return tfds_data_dir, os.environ.get(ENVIRONMENT), tuple(map(str, seqio.get_global_cache_dirs()))
+
+
 class Tfds(seqio.TfdsDataSource):
     """A prepared dataset; `name` has its version: "glue/rte:2.0.0". `splits`: those of the dataset, or a mapping of names to
     splits or slices ("train[:90%]")."""
@@ -102,11 +108,11 @@ class Examples(seqio.DataSource):
     ):
         super().__init__(splits=tuple(splits))
         # Whoever names another folder, as in a notebook, wants what is there.
-        self._read_once = functools.lru_cache(maxsize=None)(lambda split, folder: examples(split))
+        self._read_once = functools.lru_cache(maxsize=None)(lambda split, places: examples(split))
         self.description = description
 
     def _examples(self, split: str) -> Sequence[Example]:
-        return self._read_once(split, os.environ.get(ENVIRONMENT))
+        return self._read_once(split, places())
 
     def missing(self, split: str) -> str | None:
         return None

@@ -34,6 +34,18 @@ def shared() -> pathlib.Path:
 
 
 @pytest.fixture
+def real_data(shared, monkeypatch):
+    """shared/ as the place of vocabulary and data."""
+    import seqio  # takes seconds, and few tests need it
+
+    monkeypatch.setenv("SYNTHESIZER_JAX_VOCAB", str(shared / "data/vocab/t5/spiece.model"))
+    monkeypatch.setenv("SYNTHESIZER_JAX_DATA", str(shared / "data"))
+    seqio.set_tfds_data_dir_override(str(shared / "tfds"))
+    yield shared
+    seqio.set_tfds_data_dir_override(None)
+
+
+@pytest.fixture
 def unchecked_annotations():
     """Array annotations go unchecked, as for users: what a wrong argument says is our own error's text."""
     jaxtyping_config.update("jaxtyping_disable", True)

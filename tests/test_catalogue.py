@@ -45,15 +45,6 @@ def elsewhere(tmp_path, monkeypatch):
     seqio.set_tfds_data_dir_override(None)
 
 
-@pytest.fixture
-def real_data(shared, monkeypatch):
-    """shared/ as the place of vocabulary and data."""
-    monkeypatch.setenv("SYNTHESIZER_JAX_VOCAB", str(shared / "data/vocab/t5/spiece.model"))
-    monkeypatch.setenv("SYNTHESIZER_JAX_DATA", str(shared / "data"))
-    seqio.set_tfds_data_dir_override(str(shared / "tfds"))
-    return shared
-
-
 def entry(name):
     (found,) = catalogue.entries(pattern=name) if name in NAMES else [catalogue._task(data.get_mixture_or_task(name))]
     return found
@@ -78,12 +69,9 @@ def test_the_kind_is_that_of_the_model_that_reads_it():
 
 def test_rows_are_counted_and_missing_data_is_told_by_split(tmp_path, monkeypatch):
     assert entry("catalogue_test").examples == {"train": 2, "validation": 2} and not entry("catalogue_test").missing
-    for name in ("catalogue_test_missing", "catalogue_test_seqios_own"):
-        (how,) = entry(name).missing.values()
-        assert (
-            f"no data of glue/rte:2.0.0 in {tmp_path}" in how
-            and f"tfds build glue/rte:2.0.0 --data_dir={tmp_path}" in how
-        )
+    assert entry("catalogue_test_seqios_own").examples == {"train": None}  # it may download
+    (how,) = entry("catalogue_test_missing").missing.values()
+    assert f"no data of glue/rte:2.0.0 in {tmp_path}" in how and f"tfds build glue/rte:2.0.0 --data_dir={tmp_path}" in how
     assert "--data_dir (SYNTHESIZER_JAX_DATA) is not given" in entry("catalogue_test_files").missing["train"]
     (tmp_path / "c.txt").write_text("x")
     monkeypatch.setenv("SYNTHESIZER_JAX_DATA", str(tmp_path))

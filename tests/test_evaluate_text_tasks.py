@@ -25,14 +25,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def real_data(shared, monkeypatch):
-    """shared/ as the place of vocabulary and data."""
-    monkeypatch.setenv("SYNTHESIZER_JAX_VOCAB", str(shared / "data/vocab/t5/spiece.model"))
-    monkeypatch.setenv("SYNTHESIZER_JAX_DATA", str(shared / "data"))
-    seqio.set_tfds_data_dir_override(str(shared / "tfds"))
-    yield
-    seqio.set_tfds_data_dir_override(None)
+pytestmark = pytest.mark.usefixtures("real_data")
 
 
 @pytest.fixture

@@ -20,15 +20,6 @@ NAMES = [name for module in MODULES for name in tasks.CONTENTS[module.__name__]]
 NOUN_IS_TARGET = ("super_glue_wsc_simple_eval", "glue_wnli_simple_eval")  # whatever the label
 
 
-@pytest.fixture
-def real_data(shared, monkeypatch):
-    """shared/ as the place of vocabulary and data."""
-    monkeypatch.setenv("SYNTHESIZER_JAX_VOCAB", str(shared / "data/vocab/t5/spiece.model"))
-    seqio.set_tfds_data_dir_override(str(shared / "tfds"))
-    yield
-    seqio.set_tfds_data_dir_override(None)
-
-
 def test_the_contents_page_lists_what_importing_registers():
     program = (
         "import importlib, json, sys, seqio\n"

@@ -39,15 +39,6 @@ BEGIN = {
 }
 
 
-@pytest.fixture
-def real_data(shared, monkeypatch):
-    """shared/ as the place of vocabulary and data."""
-    monkeypatch.setenv("SYNTHESIZER_JAX_VOCAB", str(shared / "data/vocab/t5/spiece.model"))
-    seqio.set_tfds_data_dir_override(str(shared / "tfds"))
-    yield
-    seqio.set_tfds_data_dir_override(None)
-
-
 def in_sampling_error(counts: dict, rates: dict) -> bool:
     """Whether each count lies in the central interval of its binomial distribution.
 

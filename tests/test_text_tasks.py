@@ -31,16 +31,6 @@ MODULES = (c4, wmt14, multi30k, lm1b, cnn_dailymail, ag_news, movie_reviews, lm_
 NAMES = [name for module in MODULES for name in tasks.CONTENTS[module.__name__]]
 
 
-@pytest.fixture
-def real_data(shared, monkeypatch):
-    """shared/ as the place of vocabulary and data."""
-    monkeypatch.setenv("SYNTHESIZER_JAX_VOCAB", str(shared / "data/vocab/t5/spiece.model"))
-    monkeypatch.setenv("SYNTHESIZER_JAX_DATA", str(shared / "data"))
-    seqio.set_tfds_data_dir_override(str(shared / "tfds"))
-    yield shared
-    seqio.set_tfds_data_dir_override(None)
-
-
 def run_program(program, *arguments, **options):
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, **options

@@ -21,6 +21,7 @@ from synthesizer_jax.data.batches import eval_batches as eval_batches
 from synthesizer_jax.data.converters import LabelFeatureConverter as LabelFeatureConverter
 from synthesizer_jax.data.converters import feature_converter as feature_converter
 from synthesizer_jax.data.converters import model_dataset as model_dataset
+from synthesizer_jax.data.examples import number_of_examples as number_of_examples
 from synthesizer_jax.data.examples import task_dataset as task_dataset
 from synthesizer_jax.data.lengths import Cut as Cut
 from synthesizer_jax.data.lengths import cut_examples as cut_examples
@@ -38,8 +39,10 @@ from synthesizer_jax.data.providers import check_shards as check_shards
 from synthesizer_jax.data.providers import check_split as check_split
 from synthesizer_jax.data.providers import check_vocabulary as check_vocabulary
 from synthesizer_jax.data.providers import decoded as decoded
+from synthesizer_jax.data.providers import describe_split as describe_split
 from synthesizer_jax.data.providers import get_mixture_or_task as get_mixture_or_task
 from synthesizer_jax.data.providers import how_to_get as how_to_get
+from synthesizer_jax.data.providers import is_cached as is_cached
 from synthesizer_jax.data.providers import load_vocabularies as load_vocabularies
 from synthesizer_jax.data.providers import output_vocabulary as output_vocabulary
 from synthesizer_jax.data.providers import use_cache as use_cache

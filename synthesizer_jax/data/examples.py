@@ -18,6 +18,7 @@ from synthesizer_jax.data.providers import (
     with_split,
 )
 from synthesizer_jax.models.batch import ENCODER_ONLY, BatchKeys
+from synthesizer_jax.tasks import sources
 
 
 def task_dataset(mixture_or_task: str | Provider, lengths: Mapping[str, int], **options) -> tf.data.Dataset:
@@ -50,13 +51,19 @@ def number_of_examples(task: seqio.Task, split: str, use_cached: bool) -> int | 
 
 def fingerprints(provider, lengths, keys, split, cached, seed) -> dict[str, str]:
     """A hash of each task's first examples: it differs where text or vocabulary do. Raises where there is none."""
-    key = tuple(lengths.items())
-    return {task.name: _fingerprint(task, key, keys, split, cached, seed) for task in with_split(provider, split)}
+    key = tuple(lengths.items()), keys, split, cached, seed, sources.places()
+    return {task.name: _fingerprint(task, *key) for task in with_split(provider, split)}
 
 
 @functools.lru_cache(maxsize=64)
 def _fingerprint(
-    task: seqio.Task, lengths: tuple[tuple[str, int], ...], keys: BatchKeys, split: str, cached: bool, seed: int
+    task: seqio.Task,
+    lengths: tuple[tuple[str, int], ...],
+    keys: BatchKeys,
+    split: str,
+    cached: bool,
+    seed: int,
+    places: tuple,  # where the data was looked for when this was computed
 ) -> str:
     options = {"split": split, "use_cached": cached, "shuffle": False, "seed": seed, "num_epochs": 1}
     dataset = task_dataset(task, dict(lengths), **options)

@@ -9,6 +9,7 @@ import seqio
 
 from synthesizer_jax.data.examples import task_dataset
 from synthesizer_jax.data.providers import Provider, get_mixture_or_task, use_cache, with_split
+from synthesizer_jax.tasks import sources
 
 EXAMPLES = 1000  # of each task
 SECONDS = 10.0  # for all tasks; a slow one is looked at in part
@@ -51,7 +52,8 @@ def cut_examples(
     cached, lengths = use_cache(provider, use_cached_tasks, split), tuple(sorted(task_feature_lengths.items()))
     tasks = with_split(provider, split)
     seconds = SECONDS / max(len(tasks), 1)
-    return [cut for task in tasks for cut in _cuts(task, lengths, split, cached, seed, seconds)]
+    key = lengths, split, cached, seed, seconds, sources.places()
+    return [cut for task in tasks for cut in _cuts(task, *key)]
 
 
 @functools.lru_cache(maxsize=256)  # asked before a run, and when it begins
@@ -62,6 +64,7 @@ def _cuts(
     cached: bool,
     seed: int,
     seconds: float,
+    places: tuple,  # where the data was looked for when this was computed
 ) -> tuple[Cut, ...]:
     options = {"split": split, "use_cached": cached, "seed": seed, "shuffle": False, "num_epochs": 1}
     dataset = task_dataset(_untrimmed(task), dict(lengths), trim_output_features=False, **options)

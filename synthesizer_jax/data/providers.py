@@ -30,8 +30,7 @@ def get_mixture_or_task(name: str | Provider) -> Provider:
     shipped = {known: module for module, names in tasks.CONTENTS.items() for known in names}
     if name in shipped and name not in registered:
         importlib.import_module(shipped[name])
-        return seqio.get_mixture_or_task(name)
-    if name in registered:
+    if name in shipped or name in registered:
         return seqio.get_mixture_or_task(name)
     near = difflib.get_close_matches(str(name), registered | set(shipped), n=3)
     where = {known: f"{known} ({shipped[known]})" if known in shipped else known for known in near}
@@ -110,19 +109,22 @@ def check_split(mixture_or_task: str | Provider, split: str) -> None:
     if not tasks:
         splits = sorted({known for task in seqio.get_subtasks(provider) for known in task.splits})
         raise ValueError(f"split: {provider.name!r} has no split {split!r}; it has {', '.join(splits)}")
-    missing = [how for task in tasks if not _is_cached(task, split) and (how := how_to_get(task, split)) is not None]
+    missing = [how for task in tasks if not is_cached(task, split) and (how := how_to_get(task, split)) is not None]
     if missing:
         raise FileNotFoundError("; ".join(dict.fromkeys(missing)))
 
 
+def describe_split(mixture_or_task: str | Provider, split: str, use_cached_tasks: bool | None) -> str:
+    """What is read, for people: the split, its tasks, and whether from a cache."""
+    provider = get_mixture_or_task(mixture_or_task)
+    cached = "cached" if use_cache(provider, use_cached_tasks, split) else "not cached"
+    return f"data: split {split!r} of {', '.join(task.name for task in with_split(provider, split))} ({cached})"
+
+
 def how_to_get(task: seqio.Task, split: str) -> str | None:
-    """How to get the data of a split that is not there; None where it is, or where nothing is known of the source."""
-    source = task.source
-    if isinstance(source, sources.OURS):
-        return source.missing(split)
-    if isinstance(source, seqio.TfdsDataSource) and source.tfds_dataset.name:
-        return sources.Tfds(source.tfds_dataset.name, (split,)).missing(split)
-    return None
+    """How to get the data of a split's source that is not there; None where it is, or where the source does not say: those
+    of seqio may have folders of their own, or download."""
+    return task.source.missing(split) if isinstance(task.source, sources.OURS) else None
 
 
 def output_vocabulary(mixture_or_task: str | Provider, feature: str = TARGETS) -> seqio.Vocabulary:
@@ -173,7 +175,7 @@ def use_cache(mixture_or_task: str | Provider, use_cached_tasks: bool | None = N
     provider = get_mixture_or_task(mixture_or_task)
     tasks = seqio.get_subtasks(provider) if split is None else with_split(provider, split)
     cacheable = [task for task in tasks if task.supports_caching]
-    missing = [task.name for task in cacheable if not _is_cached(task, split)]
+    missing = [task.name for task in cacheable if not is_cached(task, split)]
     if use_cached_tasks and (missing or not cacheable):
         folders = ", ".join(map(str, seqio.get_global_cache_dirs())) or "none: give --seqio_additional_cache_dirs=DIR"
         of_split = "" if split is None else f" with the split {split!r}"
@@ -219,8 +221,8 @@ def vocabulary_fingerprints(task: seqio.Task) -> dict[str, str]:
     }
 
 
-def _is_cached(task: seqio.Task, split: str | None) -> bool:
-    """A split whose data was not there when the others were cached is not."""
+def is_cached(task: seqio.Task, split: str | None) -> bool:
+    """Whether seqio has a cache of it. A split whose data was not there when the others were cached is not."""
     if task.cache_dir is None:
         return False
     return split is None or tf.io.gfile.exists(seqio.get_cached_info_path(task.cache_dir, split))

@@ -116,6 +116,7 @@ def train(
     ):
         say(cut)
     _write_model_info(model_dir, trainer)
+    say(data.describe_split(mixture_or_task_name, TRAIN, use_cached_tasks))
 
     source = {"task_feature_lengths": task_feature_lengths, "batch_size": batch_size, "keys": model.batch}
     source |= {"use_cached_tasks": use_cached_tasks, "shard": (jax.process_index(), jax.process_count())}
@@ -234,13 +235,16 @@ class _Evaluation:
 def _validation_tasks(mixture_or_task_name: str) -> list[str]:
     provider = data.get_mixture_or_task(mixture_or_task_name)
     found = [task for task in seqio.get_subtasks(provider) if VALIDATION in task.splits]
-    missing = {task.name: how for task in found if (how := data.how_to_get(task, VALIDATION)) is not None}
-    tasks = [task.name for task in found if task.name not in missing or data.use_cache(task, None, VALIDATION)]
-    for name in [name for name in missing if name not in tasks]:
-        say(f"no evaluation on {name}: {missing[name]}")
     if not found:
         say(f"{mixture_or_task_name} has no {VALIDATION} split: no evaluation")
-    return tasks
+    missing = {
+        task.name: how
+        for task in found
+        if not data.is_cached(task, VALIDATION) and (how := data.how_to_get(task, VALIDATION)) is not None
+    }
+    for name, how in missing.items():
+        say(f"no evaluation on {name}: {how}")
+    return [task.name for task in found if task.name not in missing]
 
 
 def _folder_name(task: str) -> str:
