@@ -1,16 +1,12 @@
 """What a configuration costs, before anything runs: parameters, floating-point operations and cache bytes, by part.
 
-Operations are those of matrix products, 2 for each multiplication and addition, counted in the traced program: loops times
-their trip count, one call of what may be skipped. What acts on one element at a time (softmax, norms, activations, the
-shifted products of a depth-wise convolution) is left out, as is usual for model FLOPs; XLA's own count includes it and is a
-few per cent higher.
+Operations are model FLOPs, see models/flops.py.
 """
 
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +22,10 @@ from synthesizer_jax.models.config import (
     ModelConfig,
     paper_c4_base,
 )
+from synthesizer_jax.models.flops import CROSS, MLP, REST, SELF, count_flops, training_flops
 from synthesizer_jax.scores import Dense, DotProduct, Mixture
 from synthesizer_jax.scores.base import Dims, Spec, check_positive
 
-SELF, CROSS, MLP, REST = "self-attention", "cross-attention", "MLP", "rest"
-_SCOPES = {"self_attention": SELF, "cross_attention": CROSS, "mlp": MLP}  # jax.named_scope of the layers
 _PATHS = {"attention": SELF, "shared": SELF, "relative_bias": SELF, "cross_attention": CROSS, "mlp": MLP}
 
 
@@ -86,7 +81,6 @@ def costs(config: ModelConfig, input_length: int, target_length: int = 0) -> Cos
     program = _PROGRAMS[type(config)](config, input_length, target_length)
     shapes = _shapes(config)
     forward = count_flops(program.forward, *shapes, *program.inputs)
-    training = count_flops(jax.grad(_total(program.forward)), *shapes, *program.inputs)
     counts = collections.Counter()
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters.abstract(config)[0], is_leaf=_is_declared):
         counts[_part_of(path)] += math.prod(leaf.shape)
@@ -94,7 +88,7 @@ def costs(config: ModelConfig, input_length: int, target_length: int = 0) -> Cos
     return Costs(
         tuple(Part(name, counts[name], forward[name]) for name in names),
         program.tokens,
-        sum(training.values()),
+        training_flops(config, {"inputs": input_length, "targets": target_length}),
         *_cache_bytes(program, shapes),
     )
 
@@ -169,13 +163,6 @@ def _is_declared(leaf):
     return isinstance(leaf, parameters.Declared)
 
 
-def _total(forward):
-    def total(*arguments):
-        return jnp.sum(forward(*arguments).astype(jnp.float32))
-
-    return total
-
-
 def _part_of(path):
     names = [str(getattr(entry, "key", entry)) for entry in path]
     return next((part for name, part in _PATHS.items() if name in names), REST)
@@ -195,63 +182,6 @@ def _cache_bytes(program, shapes):
     per_target = (whole - size(k, shorter)) / (n - shorter) if n > 1 else float(whole)
     per_input = (whole - size(k - 1, n)) if k > 1 else 0
     return per_target, float(per_input), round(whole - n * per_target - k * per_input)
-
-
-# Counting operations
-
-
-def count_flops(function: Callable, *shapes: Any) -> Mapping[str, int]:
-    """The operations of function(*shapes)'s matrix products by part of the model, from its traced program.
-
-    A loop whose trip count only the data decide counts once.
-    """
-    counts = collections.Counter()
-    _count(jax.make_jaxpr(function)(*shapes).jaxpr, 1, REST, counts)
-    return counts
-
-
-def _count(jaxpr, times, part, counts):
-    for equation in jaxpr.eqns:
-        own = next((p for scope, p in _SCOPES.items() if scope in str(equation.source_info.name_stack)), part)
-        counts[own] += times * _operations(equation)
-        repeats = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
-        if equation.primitive.name == "cond":
-            counts.update(_most(equation.params["branches"], times, own))
-        else:
-            for inner in _programs_in(equation.params.values()):
-                _count(inner, times * repeats, own, counts)
-
-
-def _most(branches, times, part):
-    """The counts of the branch with the most operations."""
-    counted = []
-    for branch in branches:
-        counts = collections.Counter()
-        _count(branch.jaxpr, times, part, counts)
-        counted.append(counts)
-    return max(counted, key=lambda counts: sum(counts.values()))
-
-
-def _programs_in(values: Iterable[Any]):
-    for value in values:
-        if hasattr(value, "eqns"):
-            yield value
-        elif hasattr(value, "jaxpr"):
-            yield value.jaxpr
-        elif isinstance(value, tuple | list):
-            yield from _programs_in(value)
-
-
-def _operations(equation) -> int:
-    if equation.primitive.name == "dot_general":
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        first = equation.invars[0].aval.shape
-        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(first[axis] for axis in contracted)
-    if equation.primitive.name == "conv_general_dilated":
-        kernel, numbers = equation.invars[1].aval.shape, equation.params["dimension_numbers"]
-        output_channels = kernel[numbers.rhs_spec[0]]
-        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) // output_channels
-    return 0
 
 
 # The paper's tables
