@@ -15,11 +15,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow only reads data
 
 
 import absl.logging
-import jax
 from etils import epath
 
 try:
     from synthesizer_jax import launch
+    from synthesizer_jax.training import distributed
 except ModuleNotFoundError as missing:
     if missing.name and missing.name.startswith("synthesizer_jax"):
         raise
@@ -42,8 +42,14 @@ examples:
     python -m synthesizer_jax tasks show quickstart_number --split=validation -n 3
     python -m synthesizer_jax cache quickstart_number --output_cache_dir=cache
 
+  one of several processes, where neither a TPU pod nor srun, mpirun or GKE says which it is:
+    python -m synthesizer_jax train ... --coordinator_address=node001:8476 --process_count=4 --process_index=2
+
 Strings are quoted twice, because the shell takes one pair of quotes: --gin.ATTENTION='"R+V"'
 """
+
+TRAINING = ("train", "reproduce")  # for which SIGTERM is a notice
+ON_HOSTS = (*TRAINING, "evaluate", "infer")  # what several processes can do together
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
         if not _raised_here(error):
             raise
-        print("error: " + str(error).partition("\n  In call to configurable")[0], file=sys.stderr)
+        print(distributed.named("error: " + str(error).partition("\n  In call to configurable")[0]), file=sys.stderr)
         return 2
     return 0
 
@@ -95,7 +101,19 @@ def _not_theirs(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR or not {"seqio", "tensorflow_datasets"} & set(record.pathname.split(os.sep))
 
 
+def _start_processes(arguments: argparse.Namespace) -> None:
+    names = ("coordinator_address", "process_count", "process_index")
+    given = {name: getattr(arguments, name) for name in names}
+    if arguments.command in ON_HOSTS:
+        timeout, preemption = arguments.initialization_timeout, arguments.command in TRAINING
+        distributed.start(**given, timeout=timeout, preemption=preemption)
+    elif any(value is not None for value in given.values()):
+        flags = ", ".join(f"--{name}" for name, value in given.items() if value is not None)
+        raise ValueError(f"{flags}: `{arguments.command}` is done by one process; for {', '.join(ON_HOSTS)} only")
+
+
 def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
+    _start_processes(arguments)
     if arguments.command != "costs":
         _start_tensorflow()
     search_paths = _split(arguments.gin_search_paths)
@@ -104,14 +122,18 @@ def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
     for module in plan.task_modules:
         _import_tasks(module)
     facts = plan.preflight()
+    first = distributed.is_first()
     if arguments.dry_run:
-        print("\n".join([plan.config, *facts, "nothing was run (--dry_run)"]))
+        if first:
+            print("\n".join([plan.config, *facts, "nothing was run (--dry_run)"]))
         return
-    if plan.command == "train" and jax.process_index() == 0:
+    if plan.command == "train" and first:
         folder = epath.Path(plan.arguments["model_dir"])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.gin").write_text(plan.config)
-    _report(plan.command, plan.run())
+    result = plan.run()
+    if first:
+        _report(plan.command, result)
 
 
 def _report(command: str, result: Any) -> None:
@@ -155,6 +177,21 @@ def _parser() -> argparse.ArgumentParser:
         help="where gin files are looked for before the shipped ones",
     )
     _add_data_flags(add)
+    add("--coordinator_address", metavar="HOST:PORT", help="where process 0 listens, of several; see the examples")
+    add(
+        "--process_count",
+        type=int,
+        metavar="N",
+        help="how many processes run this command; 1: no other, whatever is found",
+    )
+    add("--process_index", type=int, metavar="I", help="which one this is, from 0 to N - 1")
+    add(
+        "--initialization_timeout",
+        type=int,
+        default=distributed.TIMEOUT,
+        metavar="SECONDS",
+        help=f"how long the processes wait for one another; by default {distributed.TIMEOUT}",
+    )
     add("--dry_run", action="store_true", help="check everything, print the resolved configuration, run nothing")
     return parser
 
