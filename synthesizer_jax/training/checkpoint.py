@@ -3,23 +3,25 @@
 One checkpoint holds all that a run needs to go on, and appears by a single rename, so that a run killed while it saves
 leaves nothing that could be taken for a checkpoint:
 
-    state/   parameters, optimizer state and step, as nested dicts of arrays
-    model/   the model's configuration, as JSON
-    run/     what the trainer wants back (position in the data, settings), as JSON
+    state/        parameters, optimizer state and step, as nested dicts of arrays
+    model/        the model's configuration, as JSON
+    run/          what the trainer wants back (position in the data, settings), as JSON
+    checks.json   what tells whether all of it is as it was written (integrity.py)
 
-Restoring compares every path and shape before it reads an array: Orbax itself ignores a requested shape.
+A checkpoint is restored on any mesh and any number of hosts, in the layout and the dtypes that are wanted (restoring.py).
+Of a model_dir the last checkpoint that is whole is taken, and what is wrong with later ones is said.
 """
 
+import contextlib
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import Mesh
-from orbax.checkpoint.checkpoint_managers import LatestN
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from synthesizer_jax import sharding
 from synthesizer_jax.models import parameters
@@ -30,13 +32,20 @@ from synthesizer_jax.models.config import (
     config_from_json,
     to_json,
 )
+from synthesizer_jax.training import finding, hosts, integrity, restoring
+from synthesizer_jax.training.finding import PREFIX
+from synthesizer_jax.training.integrity import MODEL, RUN, STATE, Damaged
+from synthesizer_jax.training.logging import say
 
-PREFIX = "checkpoint"
-STATE, MODEL, RUN = "state", "model", "run"
 TRASH = "deleted_checkpoints"
 
-# Fields of a configuration that may change between the run that wrote a checkpoint and the one that reads it.
-FREE_FIELDS = ("dropout_rate", "dtype", "remat")
+# Where checkpoints are found.
+step_of, exists, latest, damaged = finding.step_of, finding.exists, finding.latest, finding.damaged
+find, use = finding.find, finding.use
+
+# Fields of a configuration that may change between the run that wrote a checkpoint and the one that reads it; in another
+# layout (scan_layers) the arrays must fit, which they do where layers are alike.
+FREE_FIELDS = ("dropout_rate", "dtype", "param_dtype", "remat", "scan_layers")
 
 # Where an encoder-decoder and a classifier have the same parameters.
 ENCODER_PATHS = ("params/embedding", "params/position_embedding", "params/encoder", "fixed/encoder")
@@ -52,90 +61,102 @@ def check_folder(model_dir: epath.PathLike) -> None:
 
 
 class CheckpointWriter:
-    """Writes checkpoints of one model_dir in the background and keeps the last `keep` of them (None: all).
+    """Writes checkpoints of one model_dir in the background, and keeps the last `keep` of them (None: all).
 
-    Unfinished directories of a killed run are removed. Use as a context manager: leaving waits for the last write.
+    keep_period: checkpoints at multiples of so many steps stay for good, besides.
+
+    Unfinished directories of a killed run are removed. Use as a context manager: leaving waits for the last write. All
+    hosts call its methods at the same points. Where a write fails, in the background or not, the next call raises an
+    OSError with the folder, the step and the cause; earlier checkpoints stay.
     """
 
-    def __init__(self, model_dir: str, keep: int | None = 3):
-        if keep is not None and (not isinstance(keep, int) or keep < 1):
+    def __init__(self, model_dir: str, keep: int | None = 3, keep_period: int | None = None):
+        if keep is not None and not _is_count(keep):
             raise ValueError(f"keep: expected a number of checkpoints >= 1, or None for all, got {keep!r}")
+        if keep_period is not None and not _is_count(keep_period):
+            raise ValueError(f"keep_period: expected a number of steps >= 1, or None, got {keep_period!r}")
         check_folder(model_dir)
-        folder = epath.Path(model_dir).absolute()
+        self._folder = epath.Path(model_dir).absolute()
+        kept = [LatestN(keep)] + ([EveryNSteps(keep_period)] if keep_period is not None else [])
         options = ocp.CheckpointManagerOptions(
             step_prefix=PREFIX,
             cleanup_tmp_directories=True,
-            preservation_policy=LatestN(keep),
+            preservation_policy=AnyPreservationPolicy(kept),
             todelete_subdir=TRASH,  # a rename, as a run killed while it deletes would leave half a checkpoint behind
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_checks),
         )
-        self._manager = ocp.CheckpointManager(folder, options=options)
-        self._trash = folder / TRASH
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._trash = self._folder / TRASH
+        self._step: int | None = None  # of the last write that was begun
+        self._arrays: dict[str, Any] = {}  # in it
         self._empty_trash()
 
     def save(self, step: int, state: Any, config: ModelConfig, run: Mapping[str, Any]) -> None:
         """Copies `state` and returns; files are written while training goes on. Raises an earlier write's error."""
+        named = dict(sharding.named_leaves(state))
         items = {
-            STATE: ocp.args.PyTreeSave(_nested(dict(sharding.named_leaves(state)))),
+            STATE: ocp.args.PyTreeSave(restoring.nested(named)),
             MODEL: ocp.args.JsonSave(json.loads(to_json(config))),
             RUN: ocp.args.JsonSave(dict(run)),
         }
-        self._manager.wait_until_finished()  # Orbax would wait as well; until then it may still fill the trash
+        self.wait()  # Orbax would wait as well; until then it may still fill the trash
         self._empty_trash()
-        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        self._step, self._arrays = step, integrity.describe_arrays(named)
+        with self._telling():
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def check(self) -> None:
         """Raises the error of a write in the background, such as a full disk."""
-        self._manager.check_for_errors()
+        with self._telling():
+            self._manager.check_for_errors()
 
     def wait(self) -> None:
         """Until all is on disk."""
-        self._manager.wait_until_finished()
+        with self._telling():
+            self._manager.wait_until_finished()
+
+    def set_aside_after(self, step: int) -> None:
+        """Renames the checkpoints after `step` to checkpoint_<step>.damaged: new ones will take their place."""
+        if jax.process_index() == 0:
+            for path in reversed(finding.checkpoints(self._folder)):
+                if step_of(path) > step:
+                    moved = _free_name(path)
+                    path.rename(moved)
+                    say(f"moved {path} to {moved.name}; remove it when you do not need it")
+        hosts.gather(b"")  # the others wait
+        self._manager.reload()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self._manager.close()
+        with self._telling():
+            self._manager.close()
         self._empty_trash()
+
+    def _write_checks(self):
+        """Orbax calls it on one host, when all items are complete and have yet to appear under the checkpoint's name."""
+        name = f"{PREFIX}_{self._step}"
+        unfinished = [path for path in self._folder.iterdir() if path.name.startswith(f"{name}.orbax-checkpoint-tmp")]
+        integrity.write(unfinished[0] if unfinished else self._folder / name, self._arrays)
+
+    @contextlib.contextmanager
+    def _telling(self):
+        try:
+            yield
+        except Exception as error:
+            whole = latest(self._folder)
+            stays = (
+                f"the last whole checkpoint is {whole.name}" if whole is not None else "there is no whole checkpoint"
+            )
+            raise OSError(
+                f"model_dir: {PREFIX}_{self._step} could not be written to {self._folder}: {_cause(error)}; {stays}; make "
+                "room, or give a folder that can be written, and run the same command again"
+            ) from error
 
     def _empty_trash(self):
         if jax.process_index() == 0 and self._trash.exists():
             self._trash.rmtree(missing_ok=True)
-
-
-def latest(model_dir: str) -> epath.Path | None:
-    """The checkpoint with the highest step, None where there is none."""
-    folder = epath.Path(model_dir)
-    steps = {step_of(path): path for path in folder.iterdir()} if folder.is_dir() else {}
-    steps.pop(None, None)
-    return steps[max(steps)] if steps else None
-
-
-def step_of(path: epath.PathLike) -> int | None:
-    """1000 for .../checkpoint_1000, None for any other name (also for one that is being written)."""
-    match = re.fullmatch(rf"{PREFIX}_(\d+)", epath.Path(path).name)
-    return int(match.group(1)) if match else None
-
-
-def find(path: str) -> epath.Path:
-    """The checkpoint at `path`, which is a checkpoint or a model_dir with checkpoints, of which the last one is taken.
-
-    Raises: ValueError when nothing is there, or no checkpoint.
-    """
-    folder = epath.Path(path)
-    if not folder.exists():
-        raise ValueError(f"checkpoint path {path!r} does not exist")
-    if _is_checkpoint(folder):
-        return folder
-    last = latest(path)
-    if last is not None:
-        return last
-    unfinished = [child.name for child in folder.iterdir() if child.name.startswith(PREFIX)] if folder.is_dir() else []
-    found = f"only unfinished ones: {', '.join(unfinished)}" if unfinished else f"no {PREFIX}_<step> folder"
-    raise ValueError(
-        f"checkpoint path {path!r} is neither a checkpoint (a folder with {STATE}/ and {MODEL}/) nor a model_dir that "
-        f"holds one: {found}"
-    )
 
 
 def read_config(checkpoint: epath.PathLike) -> ModelConfig:
@@ -149,53 +170,67 @@ def read_run(checkpoint: epath.PathLike) -> dict[str, Any]:
 
 
 def check_same_model(checkpoint: epath.PathLike, config: ModelConfig) -> None:
-    """ValueError that lists the fields in which a checkpoint's model differs from `config`, but for those that may."""
+    """ValueError that lists the fields in which a checkpoint's model differs from `config`, but for those that may.
+
+    Where it does, or has another layout, the arrays that do not fit are listed too: missing, unexpected, of different shape.
+    """
     saved = read_config(checkpoint)
     if type(saved) is not type(config):
         raise ValueError(
             f"{checkpoint} holds another kind of model: {saved.batch.kind}, where {config.batch.kind} is wanted"
         )
-    _check_fields(checkpoint, saved, config, "another model")
+    trained, fixed = parameters.abstract(config)
+    wanted = dict(sharding.named_leaves({"params": trained, "fixed": fixed}))
+    _check_fit(checkpoint, _different_fields(saved, config), ("params", "fixed"), wanted, "another model")
 
 
-def _check_fields(checkpoint, saved, config, what):
-    """The fields that both configurations have."""
+def _different_fields(saved, config) -> list[str]:
+    """Those that both configurations have."""
     saved, wanted = json.loads(to_json(saved)), json.loads(to_json(config))
     names = [name for name in wanted if name in saved and name not in ("kind", *FREE_FIELDS)]
-    different = [name for name in names if saved[name] != wanted[name]]
-    if different:
-        lines = [f"  {name}: {saved[name]} in the checkpoint, {wanted[name]} now" for name in different]
+    return [f"  {n}: {saved[n]} in the checkpoint, {wanted[n]} now" for n in names if saved[n] != wanted[n]]
+
+
+def _check_fit(checkpoint, fields, top, wanted, what) -> None:
+    lists = restoring.mismatches(restoring.saved_arrays(checkpoint, top), wanted)
+    if fields or lists:
+        text = "\n".join(filter(None, [*fields, lists]))
         raise ValueError(
-            f"{checkpoint} holds {what}:\n" + "\n".join(lines) + "\nuse its configuration, or another model_dir "
-            "or checkpoint"
+            f"{checkpoint} holds {what}:\n{text}\nuse its configuration, or another model_dir or checkpoint"
         )
 
 
 def restore(checkpoint: epath.PathLike, target: Any) -> Any:
     """The saved state in the structure of `target`, a tree of jax.ShapeDtypeStruct with shardings of today's mesh.
 
-    Raises: ValueError with three lists, of paths that are missing in the checkpoint, unexpected, or of different shape.
+    Layers that were stacked are taken apart, or the other way round, and floats get the dtype of `target`. All hosts must
+    call it.
+
+    Raises: ValueError with three lists, of paths that are missing in the checkpoint, unexpected, or of different shape;
+      Damaged where it is not what was written.
     """
-    return _restore(checkpoint, target, top=None)
+    return restoring.restore(checkpoint, target, top=None)
 
 
 def restore_params(
-    path: str, mesh: Mesh | None = None, config: ModelConfig | None = None
+    path: epath.PathLike, mesh: Mesh | None = None, config: ModelConfig | None = None
 ) -> tuple[ModelConfig, dict, dict]:
     """(config, trained, fixed): the model alone from a checkpoint or the last one of a model_dir, laid out on `mesh`.
 
     mesh: default all devices, parameters whole on each. config: how to use the model, where it differs from the saved
-    one in the few fields that may (dropout_rate, dtype, remat); checked.
+    one in the few fields that may (FREE_FIELDS); checked.
     """
-    checkpoint = find(path)
-    if config is None:
-        config = read_config(checkpoint)
-    else:
-        check_same_model(checkpoint, config)
     mesh = sharding.MeshShape().build() if mesh is None else mesh
-    trained, fixed = map(lambda declared: sharding.shaped(mesh, declared), parameters.abstract(config))
-    state = _restore(checkpoint, {"params": trained, "fixed": fixed}, top=("params", "fixed"))
-    return config, state["params"], state["fixed"]
+
+    def read(checkpoint):
+        if config is not None:
+            check_same_model(checkpoint, config)
+        used = read_config(checkpoint) if config is None else config
+        trained, fixed = (sharding.shaped(mesh, declared) for declared in parameters.abstract(used))
+        state = restoring.restore(checkpoint, {"params": trained, "fixed": fixed}, top=("params", "fixed"))
+        return used, state["params"], state["fixed"]
+
+    return use(path, read)[1]
 
 
 def check_initial(checkpoint: epath.PathLike, config: ModelConfig) -> str:
@@ -203,26 +238,32 @@ def check_initial(checkpoint: epath.PathLike, config: ModelConfig) -> str:
     if not _is_encoder_for(checkpoint, config):
         check_same_model(checkpoint, config)
         return f"the parameters of {checkpoint}"
-    _check_same_arrays(checkpoint, _saved(checkpoint, ENCODER_PATHS), _encoder_of(config))
-    _check_fields(checkpoint, read_config(checkpoint), config, "another encoder")
+    fields = _different_fields(read_config(checkpoint), config)
+    _check_fit(checkpoint, fields, ENCODER_PATHS, _encoder_of(config), "another encoder")
     return f"embedding and encoder of {checkpoint}, with a new head"
 
 
-def initial_params(path: str, mesh: Mesh, config: ModelConfig, seed: int) -> tuple[dict, dict]:
+def initial_params(path: epath.PathLike, mesh: Mesh, config: ModelConfig, seed: int) -> tuple[dict, dict]:
     """(trained, fixed) parameters to begin training with, from a checkpoint or the last one of a model_dir.
 
     All of the same model's; of an encoder-decoder, for a classifier, embedding and encoder, which must be equal but for
-    dropout_rate, dtype and remat; the classifier's head is then new, drawn with `seed`.
+    FREE_FIELDS; the classifier's head is then new, drawn with `seed`.
 
-    Raises: ValueError with the fields, or the three lists of `restore`, in which they differ.
+    Raises: ValueError with the fields and the three lists of `restore` in which they differ.
     """
-    checkpoint = find(path)
-    check_initial(checkpoint, config)
-    if not _is_encoder_for(checkpoint, config):
-        _, trained, fixed = restore_params(checkpoint, mesh, config)
-        return trained, fixed
+
+    def read(checkpoint):
+        check_initial(checkpoint, config)
+        if _is_encoder_for(checkpoint, config):
+            return _with_new_head(checkpoint, mesh, config, seed)
+        return restore_params(checkpoint, mesh, config)[1:]
+
+    return use(path, read)[1]
+
+
+def _with_new_head(checkpoint, mesh, config, seed):
     placed = sharding.shaped(mesh, parameters.abstract(config))
-    state = _restore(checkpoint, _nested(_encoder_of(config, mesh)), top=ENCODER_PATHS)
+    state = restoring.restore(checkpoint, restoring.nested(_encoder_of(config, mesh)), top=ENCODER_PATHS)
     names = [name for name in placed[0] if name not in state["params"]]
 
     def draw(seed):
@@ -244,66 +285,29 @@ def _encoder_of(config, mesh=None):
     trained, fixed = parameters.abstract(config)
     tree = {"params": trained, "fixed": fixed}
     tree = tree if mesh is None else sharding.shaped(mesh, tree)
-    return {name: leaf for name, leaf in sharding.named_leaves(tree) if _below(name, ENCODER_PATHS)}
-
-
-def _below(name: str, paths: Sequence[str]) -> bool:
-    return any(f"{name}/".startswith(f"{path}/") for path in paths)
-
-
-def _saved(checkpoint, top):
-    """path -> what is known of each saved array, below the paths `top`; None: all."""
-    try:
-        metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(checkpoint).absolute() / STATE)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{checkpoint} is damaged; remove it to go on from an earlier one: {error}") from error
-    saved = dict(sharding.named_leaves(metadata.tree))
-    return {name: leaf for name, leaf in saved.items() if top is None or _below(name, top)}
-
-
-def _restore(checkpoint, target, top):
-    """top: the paths below which names are compared and read; None: all."""
-    checkpoint = epath.Path(checkpoint).absolute()
-    wanted = dict(sharding.named_leaves(target))
-    _check_same_arrays(checkpoint, _saved(checkpoint, top), wanted)
-    how = {n: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype, global_shape=x.shape) for n, x in wanted.items()}
-    arguments = ocp.args.PyTreeRestore(_nested(wanted), restore_args=_nested(how), partial_restore=top is not None)
-    restored = ocp.PyTreeCheckpointHandler().restore(checkpoint / STATE, args=arguments)
-    arrays = dict(sharding.named_leaves(restored))
-    return jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])
-
-
-def _check_same_arrays(checkpoint, saved, wanted):
-    different = [
-        f"{name}: {tuple(saved[name].shape)} in the checkpoint, {tuple(wanted[name].shape)} wanted"
-        for name in wanted
-        if name in saved and tuple(saved[name].shape) != tuple(wanted[name].shape)
-    ]
-    groups = {
-        "missing in the checkpoint": [name for name in wanted if name not in saved],
-        "unexpected in the checkpoint": [name for name in saved if name not in wanted],
-        "of different shape": different,
-    }
-    if any(groups.values()):
-        lists = ["\n    ".join([f"  {title}:", *names]) for title, names in groups.items() if names]
-        raise ValueError(f"{checkpoint} does not fit what is to be restored:\n" + "\n".join(lists))
-
-
-def _is_checkpoint(folder: epath.Path) -> bool:
-    return (folder / STATE).is_dir() and (folder / MODEL).is_dir()
+    return {name: leaf for name, leaf in sharding.named_leaves(tree) if restoring.below(name, ENCODER_PATHS)}
 
 
 def _read_json(checkpoint, item):
-    return ocp.JsonCheckpointHandler().restore(epath.Path(checkpoint).absolute() / item)
+    try:
+        return ocp.JsonCheckpointHandler().restore(epath.Path(checkpoint).absolute() / item)
+    except (FileNotFoundError, ValueError) as error:
+        raise Damaged(checkpoint, f"{item}: {error}") from error
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a/b": x} -> {"a": {"b": x}}."""
-    tree: dict[str, Any] = {}
-    for name, leaf in flat.items():
-        *parents, last = name.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf
-    return tree
+def _free_name(path: epath.Path) -> epath.Path:
+    names = (f"{path.name}.damaged{again}" for again in ["", *(f".{i}" for i in range(1, 1000))])
+    return next(path.parent / name for name in names if not (path.parent / name).exists())
+
+
+def _cause(error: BaseException) -> str:
+    """The operating system's words, where they are among an error's causes."""
+    chain = [error]
+    while (chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(chain[-1].__cause__ or chain[-1].__context__)
+    text = " ".join(str(next((e for e in chain if isinstance(e, OSError)), error)).split())
+    return text if len(text) <= 300 else f"{text[:300]} ..."
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,157 @@
+"""The arrays of a checkpoint, read into today's structure, layout, dtypes and shardings, and checked on the way.
+
+Every path and shape is compared before an array is read: Orbax itself ignores a requested shape. Arrays are read as they
+were saved, straight into the shards of today's mesh, compared with their fingerprints, and then converted on the devices.
+"""
+
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from synthesizer_jax import sharding
+from synthesizer_jax.training import hosts, integrity, layouts
+from synthesizer_jax.training.integrity import STATE, Damaged
+from synthesizer_jax.training.logging import say
+
+AT_ONCE = 2**30  # bytes of arrays that are held beside what they are converted to
+
+# Errors that tell of something else than the checkpoint: of our code, of memory, and of a file system that may recover.
+_NOT_DAMAGE = (TypeError, AttributeError, MemoryError, PermissionError, TimeoutError, ConnectionError)
+_NOT_DAMAGE += (jax.errors.JaxRuntimeError,)
+_MAY_RECOVER = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
+
+
+def saved_arrays(checkpoint: epath.PathLike, top: Sequence[str] | None = None) -> dict[str, Any]:
+    """path -> what is known (shape, dtype, ...) of each saved array, below the paths `top`; None: of all."""
+    try:
+        metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(checkpoint).absolute() / STATE)
+        found = dict(sharding.named_leaves(metadata.tree))
+    except Exception as error:
+        raise Damaged(checkpoint, _reason(error)) from error
+    integrity.check_declared(checkpoint, found)
+    return {name: leaf for name, leaf in found.items() if top is None or below(name, top)}
+
+
+def below(name: str, paths: Sequence[str]) -> bool:
+    """Whether a path is one of `paths` or leads through one."""
+    return any(f"{name}/".startswith(f"{path}/") for path in paths)
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a/b": x} -> {"a": {"b": x}}."""
+    tree: dict[str, Any] = {}
+    for name, leaf in flat.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return tree
+
+
+def restore(checkpoint: epath.PathLike, target: Any, top: Sequence[str] | None) -> Any:
+    """The saved arrays in the structure of `target`, a tree of jax.ShapeDtypeStruct with shardings.
+
+    top: the paths below which names are compared and read; None: all.
+    """
+    checkpoint = epath.Path(checkpoint).absolute()
+    wanted = dict(sharding.named_leaves(target))
+    saved = saved_arrays(checkpoint, top)
+    lists = mismatches(saved, wanted)
+    if lists:
+        raise ValueError(f"{checkpoint} does not fit what is to be restored:\n{lists}")
+    parts = layouts.parts(saved, wanted)
+    changing = [part for part in parts if layouts.changes(part, saved, wanted)]
+    _tell_changes(checkpoint, changing, saved, wanted)
+    unchanged = [part for part in parts if part not in changing]
+    arrays = {}
+    for group in [unchanged, *layouts.groups(changing, saved, AT_ONCE)]:
+        read = _read(checkpoint, _to_read(group, saved, wanted)) if group else {}
+        for part in group:
+            made = layouts.convert(part, [read.pop(name) for name in part.saved], [wanted[n] for n in part.wanted])
+            arrays.update(zip(part.wanted, made, strict=True))
+    return jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])
+
+
+def mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """The paths that are missing, unexpected, or of different shape, in lists; "" where all fits.
+
+    What is saved is compared in the layout that is wanted. Floats of any precision fit one another, as do whole numbers.
+    """
+    offered = {}
+    for part in layouts.parts(saved, wanted):
+        kind = (part.shape(saved), jnp.dtype(saved[part.saved[0]].dtype))
+        offered |= {name: kind for name in part.wanted}
+    different = []
+    for name in (name for name in wanted if name in offered):
+        shape, dtype = tuple(wanted[name].shape), jnp.dtype(wanted[name].dtype)
+        if offered[name][0] != shape:
+            different.append(f"{name}: {offered[name][0]} in the checkpoint, {shape} wanted")
+        elif jnp.issubdtype(offered[name][1], jnp.floating) != jnp.issubdtype(dtype, jnp.floating):
+            different.append(f"{name}: {offered[name][1]} in the checkpoint, {dtype} wanted")
+    groups = {
+        "missing in the checkpoint": [name for name in wanted if name not in offered],
+        "unexpected in the checkpoint": [name for name in offered if name not in wanted],
+        "of different shape": different,
+    }
+    return "\n".join("\n    ".join([f"  {title}:", *names]) for title, names in groups.items() if names)
+
+
+def _to_read(group, saved, wanted) -> dict[str, jax.ShapeDtypeStruct]:
+    return {
+        name: jax.ShapeDtypeStruct(
+            saved[name].shape,
+            saved[name].dtype,
+            sharding=layouts.sharding_to_read(part, wanted[part.wanted[0]].sharding),
+        )
+        for part in group
+        for name in part.saved
+    }
+
+
+def _read(checkpoint, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Arrays as they were saved. Where one host cannot read its part, all raise Damaged; so all must call it."""
+    how = {n: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype, global_shape=x.shape) for n, x in arrays.items()}
+    arguments = ocp.args.PyTreeRestore(nested(arrays), restore_args=nested(how), partial_restore=True)
+    reason, read = "", {}
+    try:
+        restored = ocp.PyTreeCheckpointHandler().restore(checkpoint / STATE, args=arguments)
+        read = dict(sharding.named_leaves(restored))
+    except Exception as error:
+        reason = _reason(error)
+    reasons = [told.decode() for told in hosts.gather(reason.encode())]
+    if any(reasons):
+        raise Damaged(checkpoint, next(filter(None, reasons)))
+    integrity.check_values(checkpoint, read)
+    return read
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a checkpoint that raised this error; raises it again where that says nothing of the checkpoint."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    text = " ".join(str(root).split()) or type(root).__name__
+    if isinstance(root, _NOT_DAMAGE) or any(code in text for code in _MAY_RECOVER):
+        raise error
+    traceback.clear_frames(error.__traceback__)  # else Python tells of each read that was given up
+    return text if len(text) <= 300 else f"{text[:300]} ..."
+
+
+def _tell_changes(checkpoint, changing, saved, wanted):
+    for how in ("taken apart", "stacked"):
+        count = sum(part.how == how for part in changing)
+        if count:
+            say(f"the layers of {checkpoint.name} are {how}: {count} arrays (scan_layers differs)")
+    casts: dict[tuple[str, str], int] = {}
+    for part in changing:
+        pair = (str(saved[part.saved[0]].dtype), str(jnp.dtype(wanted[part.wanted[0]].dtype)))
+        if pair[0] != pair[1]:
+            casts[pair] = casts.get(pair, 0) + len(part.saved)
+    for (then, now), count in casts.items():
+        say(f"{count} arrays of {checkpoint.name} are {then} and become {now}")
