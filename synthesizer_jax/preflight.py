@@ -13,7 +13,7 @@ from etils import epath
 
 from synthesizer_jax import data, evaluation, sharding
 from synthesizer_jax.models import ModelConfig, count_parameters, parameters
-from synthesizer_jax.training import checkpoint
+from synthesizer_jax.training import checkpoint, profiling, throughput, watchdog
 from synthesizer_jax.training.step import Trainer
 
 
@@ -21,6 +21,9 @@ def before_training(arguments: Mapping[str, Any]) -> list[str]:
     """For `train`."""
     a = arguments
     _check_at_least("train_steps", a["train_steps"], 1)
+    profiling.check_steps(a["profile_steps"], a["train_steps"])
+    throughput.check_peak(a["peak_flops_per_device"])
+    watchdog.check_seconds(a["watchdog_seconds"])
     checkpoint.check_folder(a["model_dir"])
     _check_writable("model_dir", a["model_dir"])
     mesh = (a["mesh"] or sharding.MeshShape()).build()
@@ -34,20 +37,21 @@ def before_training(arguments: Mapping[str, Any]) -> list[str]:
     lines += _describe_cuts(a, "train")
     lines += _describe_batch(a["pack"], a["task_feature_lengths"], a["batch_size"], a["model"])
     lines.append("devices: " + " x ".join(f"{name}={size}" for name, size in mesh.shape.items()))
-    return lines + [_describe_start(a)]
+    return lines + _describe_start(a)
 
 
-def _describe_start(a: Mapping[str, Any]) -> str:
-    found = checkpoint.latest(a["model_dir"])
-    if found is not None:
+def _describe_start(a: Mapping[str, Any]) -> list[str]:
+    if checkpoint.exists(a["model_dir"]):
+        found = checkpoint.find(a["model_dir"])
         checkpoint.check_same_model(found, a["model"])
         if checkpoint.step_of(found) > a["train_steps"]:
             raise ValueError(f"train_steps: {found} is past step {a['train_steps']} already; expected at least as many")
-        return f"continues from {found}"
+        return [*checkpoint.damaged(a["model_dir"]), f"continues from {found}"]
     if a["initial_checkpoint_path"] is not None:
         found = checkpoint.find(a["initial_checkpoint_path"])
-        return f"starts from {checkpoint.check_initial(found, a['model'])}"
-    return f"starts from new parameters, seed {a['random_seed']}"
+        passed_over = checkpoint.damaged(a["initial_checkpoint_path"])
+        return [*passed_over, f"starts from {checkpoint.check_initial(found, a['model'])}"]
+    return [f"starts from new parameters, seed {a['random_seed']}"]
 
 
 def before_evaluation(arguments: Mapping[str, Any]) -> list[str]:
@@ -75,7 +79,7 @@ def _describe_use(a: Mapping[str, Any], found: epath.Path) -> list[str]:
     _check_data(a, config)
     source += _describe_cuts(a, a["split"]) if a.get("input_file") is None else []
     batch = _describe_batch(False, a["task_feature_lengths"], a["batch_size"], config)
-    return [f"checkpoint: {found}", *source, *batch]
+    return [*checkpoint.damaged(a["checkpoint_path"]), f"checkpoint: {found}", *source, *batch]
 
 
 def _check_data(a: Mapping[str, Any], config: ModelConfig) -> None:

@@ -81,10 +81,12 @@ def compare(
     for attention in attentions:
         spec = synthesizer(attention, max_length)
         config = dataclasses.replace(model, encoder_attention=spec, decoder_attention=spec)
-        print(f"--- {attention}: {parameters.count_parameters(config):,} parameters", flush=True)
+        _tell(f"--- {attention}: {parameters.count_parameters(config):,} parameters")
         run = _Run(config, batch_size, random_seed, folder / folder_name(attention))
         rows.append(run.row(attention, pretraining, finetuning))
         maps[attention] = run.maps(finetuning)
+    if jax.process_index() != 0:
+        return rows
     text = as_markdown(rows)
     minutes = (time.monotonic() - start) / 60
     settings = {
@@ -108,8 +110,13 @@ def compare(
     )
     with (folder / "attention.png").open("wb") as file:
         picture.savefig(file)
-    print(f"\n{text}\n{minutes:.1f} minutes. Written to {folder}: comparison.md, comparison.json, attention.png")
+    _tell(f"\n{text}\n{minutes:.1f} minutes. Written to {folder}: comparison.md, comparison.json, attention.png")
     return rows
+
+
+def _tell(text: str) -> None:
+    if jax.process_index() == 0:
+        print(text, flush=True)
 
 
 def folder_name(attention: str) -> str:

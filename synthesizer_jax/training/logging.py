@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -112,11 +112,19 @@ class TrainingLog:
         last_step: int,
         stream: TextIO | None = None,
         targets: str = "target_tokens",
+        pending: Sequence[Mapping[str, float]] = (),
+        full_use: float | None = None,
+        on_wait: Callable[[int], None] = lambda step: None,
     ):
-        """targets: what the weights of the loss count, for the name of their speed."""
+        """targets: what the weights of the loss count, for the name of their speed. pending: what `pending()` gave at
+        after_step. full_use: seconds of a step whose model FLOPs run at the devices' peak; None: not known. on_wait: told
+        before the devices are waited for, with the step."""
         self._writer, self._targets = ScalarWriter(folder, after_step), targets
+        self._full_use, self._on_wait = full_use, on_wait
         self._progress = Progress(after_step, last_step, stream)
-        self._pending: list[dict[str, jax.Array]] = []
+        self._pending: list[Mapping[str, Any]] = [
+            {name: np.float32(value) for name, value in metrics.items()} for metrics in pending
+        ]
         self._step = after_step
         self.restart_clock()
 
@@ -127,11 +135,13 @@ class TrainingLog:
     def add(self, metrics: dict[str, jax.Array]) -> None:
         """The metrics of one step, which may still be running. Waits for the step before it: the host stays close."""
         if self._pending:
+            self._on_wait(self._step)
             jax.block_until_ready(self._pending[-1])
         self._pending.append(metrics)
         self._step += 1
         self._progress.advance()
         if self._start is None:  # the first step may have been compiled: begin when it is done
+            self._on_wait(self._step)
             jax.block_until_ready(metrics)
             self._start, self._start_step = time.monotonic(), self._step
 
@@ -140,15 +150,22 @@ class TrainingLog:
 
         Raises: NotFinite with the step and the value when a loss or gradient of the interval was not finite.
         """
-        steps = jax.device_get(self._pending)
-        first = self._step - len(steps) + 1
-        self._pending = []
-        for step, metrics in enumerate(steps, first):
-            _check_finite(step, metrics)
+        steps, self._pending = self._finite(), []
         scalars = summarize(steps)
         self._writer.write(self._step, scalars | self._timing(steps))
         self._progress.show(self._step, scalars)
         return scalars
+
+    def pending(self) -> list[dict[str, float]]:
+        """The metrics of the steps since the last flush, for a run that goes on from here. Raises NotFinite as it does."""
+        return [{name: float(value) for name, value in metrics.items()} for metrics in self._finite()]
+
+    def _finite(self):
+        self._on_wait(self._step)
+        steps = jax.device_get(self._pending)
+        for step, metrics in enumerate(steps, self._step - len(steps) + 1):
+            _check_finite(step, metrics)
+        return steps
 
     def _timing(self, steps):
         number, seconds = self._step - self._start_step, time.monotonic() - self._start
@@ -156,12 +173,16 @@ class TrainingLog:
             return {}
         timed = steps[-number:]
         self._start, self._start_step = time.monotonic(), self._step
+        targets = float(np.sum([m["weight"] for m in timed], dtype=np.float64))
         self._progress.steps_per_second = number / seconds
-        return {
+        timing = {
             "timing/steps_per_second": number / seconds,
-            f"timing/{self._targets}_per_second": float(np.sum([m["weight"] for m in timed], dtype=np.float64))
-            / seconds,
+            "timing/seconds_per_step": seconds / number,
+            f"timing/{self._targets}_per_second": targets / seconds,
         }
+        if self._full_use is not None:
+            timing["timing/model_flops_utilization"] = self._full_use * number / seconds
+        return timing
 
     def __enter__(self):
         return self

@@ -4,26 +4,27 @@ import base64
 import contextlib
 import dataclasses
 import importlib
-import itertools
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import seqio
 from etils import epath
 
 from synthesizer_jax import data, sharding
 from synthesizer_jax.models.batch import ENCODER_ONLY
 from synthesizer_jax.models.config import ModelConfig
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.training import checkpoint, hosts
-from synthesizer_jax.training.logging import ScalarWriter, TrainingLog, model_info, say, shown, summarize
+from synthesizer_jax.training import checkpoint, hosts, throughput, watchdog
+from synthesizer_jax.training.logging import TrainingLog, model_info, say
 from synthesizer_jax.training.optimizer import Adafactor, AdamW, Optimizer
+from synthesizer_jax.training.preemption import Notice, Stopped
+from synthesizer_jax.training.profiling import Profile, check_steps
 from synthesizer_jax.training.step import Trainer, TrainState
+from synthesizer_jax.training.validation import Evaluation
+from synthesizer_jax.training.watchdog import Watchdog
 
-TRAIN, TRAINING_EVAL, MODEL_INFO = "train", "training_eval", "model-info.txt"  # in model_dir
-VALIDATION = "validation"  # the split that is evaluated while training
+TRAIN, MODEL_INFO = "train", "model-info.txt"  # in model_dir
+DATA, EVALUATE, METRICS = "data", "evaluate", "metrics"  # what a checkpoint has besides: see _Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +57,23 @@ def train(
     data_shards: int = 1,
     checkpoint_period: int = 1000,
     keep: int | None = 3,
+    keep_period: int | None = None,
     log_period: int = 100,
     eval_period: int | None = 1000,
     eval_steps: int | None = 20,
     mesh: MeshShape | None = None,
+    watchdog_seconds: float | None = 300,
+    profile_steps: tuple[int, int] | None = None,
+    peak_flops_per_device: float | None = None,
 ) -> TrainResult:
     """Trains a model, or goes on training it: a model_dir that holds a checkpoint is resumed, exactly.
 
-    A resumed run has the parameters, optimizer state, step and position in the data of the last checkpoint. Any other
-    run begins at step 0, from the parameters of `initial_checkpoint_path` (fine-tuning) or from new ones.
+    A resumed run has the parameters, optimizer state, step and position in the data of the last checkpoint that is whole;
+    damaged ones after it are told, and moved aside. Any other run begins at step 0, from the parameters of
+    `initial_checkpoint_path` (fine-tuning) or from new ones.
 
     Args:
-      model: of any kind; must agree with a checkpoint that is read, but for dropout_rate, dtype and remat.
+      model: of any kind; must agree with a checkpoint that is read, but for checkpoint.FREE_FIELDS.
       optimizer: Adafactor(...) or AdamW(...).
       mixture_or_task_name: of seqio.
       task_feature_lengths: {"inputs": tokens, "targets": tokens} of a row; of a language model {"targets": tokens}, of a
@@ -88,20 +94,32 @@ def train(
         With 1 every host reads everything. Batches depend on this number, not on the hosts: a run is resumed with the
         same one, on any number of hosts.
       checkpoint_period: steps between checkpoints; there is one more at the end.
-      keep: how many checkpoints stay; None: all.
+      keep: how many checkpoints stay, the last ones; None: all.
+      keep_period: those at multiples of so many steps stay for good, besides; None: none.
       log_period: steps between entries of the log.
       eval_period: steps between evaluations of loss and accuracy (of a language model perplexity, too) on the
         validation splits; one more at the end.
         None: none at all.
       eval_steps: batches of each task in an evaluation; None: all examples.
       mesh: how the devices are arranged; None: all of them share the batch.
+      watchdog_seconds: how long a step may wait, for data, devices, a checkpoint or a batch of an evaluation, before each
+        process that waits says so; None: never.
+      profile_steps: (a, b): the steps from a to before b are traced to model_dir/profile.
+      peak_flops_per_device: FLOP/s, for timing/model_flops_utilization; None: as throughput.PEAK_FLOPS has it, where it
+        has the device.
+
+    SIGTERM or Ctrl-C: the step that runs is finished and saved, then Stopped is raised, which ends the process; see
+    preemption.py. Of several processes, whichever gets the signal, all stop at the same step.
 
     Raises: ValueError before the first step where an argument is wrong; FileNotFoundError, with what to do, where data is
-      missing; NotFinite when training diverges.
+      missing; NotFinite when training diverges; Stopped after a signal.
     """
     _check_counts(train_steps=train_steps, checkpoint_period=checkpoint_period, log_period=log_period)
     _check_counts(optional=True, eval_period=eval_period, eval_steps=eval_steps)
     _check_types(model, optimizer)
+    check_steps(profile_steps, train_steps)
+    throughput.check_peak(peak_flops_per_device)
+    watchdog.check_seconds(watchdog_seconds)
     devices = (mesh or MeshShape()).build()
     sharding.check_batch_size(devices, batch_size)
     if mixture_or_task_module is not None:
@@ -121,134 +139,147 @@ def train(
     source = {"task_feature_lengths": task_feature_lengths, "batch_size": batch_size, "keys": model.batch}
     source |= {"use_cached_tasks": use_cached_tasks, "shard": (jax.process_index(), jax.process_count())}
     with contextlib.ExitStack() as stack:
+        watch = stack.enter_context(Watchdog(watchdog_seconds))
         order = {"seed": random_seed, "pack": pack, "shards": data_shards}
         batches = stack.enter_context(data.TrainBatches(mixture_or_task_name, **order, **source))
-        writer = stack.enter_context(checkpoint.CheckpointWriter(model_dir, keep))
-        state, step = _begin(trainer, batches, model_dir, initial_checkpoint_path, train_steps)
-        targets = "examples" if model.batch == ENCODER_ONLY else "target_tokens"
-        log = stack.enter_context(TrainingLog(f"{model_dir}/{TRAIN}", step, train_steps, targets=targets))
-        tasks = _validation_tasks(mixture_or_task_name) if eval_period is not None else []
-        evaluation = stack.enter_context(_Evaluation(trainer, tasks, source, eval_steps, model_dir, step))
-        run = _Run(trainer, batches, writer, log, evaluation, checkpoint_period, log_period, eval_period)
-        return run.to(train_steps, state, step, model_dir)
+        writer = stack.enter_context(checkpoint.CheckpointWriter(model_dir, keep, keep_period))
+        state, step, left = _begin(trainer, batches, writer, model_dir, initial_checkpoint_path, train_steps)
+        log = TrainingLog(
+            f"{model_dir}/{TRAIN}",
+            step,
+            train_steps,
+            targets="examples" if model.batch == ENCODER_ONLY else "target_tokens",
+            pending=left.get(METRICS, ()),
+            full_use=throughput.full_use(model, task_feature_lengths, batch_size, devices, peak_flops_per_device),
+            on_wait=lambda step: watch.waits(step, watchdog.DEVICES),
+        )
+        evaluates = left.get(EVALUATE, False)
+        tasks = mixture_or_task_name if eval_period is not None else None
+        evaluation = Evaluation(trainer, tasks, source, eval_steps, model_dir, step - 1 if evaluates else step)
+        for part in (log, evaluation, profile := Profile(profile_steps, model_dir, step), notice := Notice()):
+            stack.enter_context(part)
+        periods = (checkpoint_period, log_period, eval_period)
+        run = _Run(trainer, batches, writer, log, evaluation, profile, notice, watch, *periods)
+        return run.to(train_steps, state, step, model_dir, evaluates)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
+    """A run is stopped after any step as if it had not been: its checkpoint has the metrics that no entry of the log holds
+    yet, and whether an evaluation was due that was not made."""
+
     trainer: Trainer
     batches: data.TrainBatches
     writer: checkpoint.CheckpointWriter
     log: TrainingLog
-    evaluation: "_Evaluation"
+    evaluation: Evaluation
+    profile: Profile
+    notice: Notice
+    watch: Watchdog
     checkpoint_period: int
     log_period: int
     eval_period: int | None
 
-    def to(self, train_steps: int, state: TrainState, step: int, model_dir: str) -> TrainResult:
+    def to(self, train_steps: int, state: TrainState, step: int, model_dir: str, evaluates: bool) -> TrainResult:
         train_step = self.trainer.train_step()
-        metrics, evaluations = {}, {}
-        batch = self._next_batch() if step < train_steps else None
-        while step < train_steps:
-            state, sums = train_step(state, batch)
+        metrics, evaluations = {}, self._evaluate(state, step) if evaluates else {}
+        stops = evaluations is None
+        batch = self._next_batch(step + 1) if step < train_steps and not stops else None
+        waits_for = watchdog.COMPILATION
+        while step < train_steps and not stops:
             step += 1
+            self.watch.waits(step, waits_for)
+            with self.profile.step(step):
+                state, sums = train_step(state, batch)
+            waits_for = watchdog.DEVICES
+            self.notice.listen()
+            stops = self.notice.reached()
 
             def due(period, last=step == train_steps, step=step):
                 return period is not None and (last or step % period == 0)
 
             # The devices have begun; until their results are needed below, the next batch is read and brought to them.
             # A checkpoint has the place before it.
-            position = self._position() if due(self.checkpoint_period) else None
-            batch = self._next_batch() if step < train_steps else None
+            evaluates = due(self.eval_period)
+            saves = stops or due(self.checkpoint_period)
+            position = self._position(step) if saves or evaluates else None
+            batch = self._next_batch(step + 1) if step < train_steps and not stops else None
             self.log.add(sums)
+            self.profile.after(step, sums)
             self.writer.check()
 
             # A log entry ends at each checkpoint, and all that belongs to a step is told before it is saved. So a
             # resumed run tells what one that never stopped would have, and nothing that is not finite is ever saved.
             if due(self.log_period) or due(self.checkpoint_period):
                 metrics = self.log.flush()
-            if due(self.eval_period):
-                evaluations = self.evaluation(state, step)
+            if evaluates and not stops:
+                made = self._evaluate(state, step)
+                evaluations, stops = made or evaluations, made is None
                 self.log.restart_clock()
-            if due(self.checkpoint_period):
-                self.writer.save(step, state, self.trainer.config, {"data": position})
+            if saves or stops:
+                self.watch.waits(step, watchdog.CHECKPOINT)
+                left = {DATA: position, EVALUATE: stops and evaluates, METRICS: self.log.pending()}
+                self.writer.save(step, state, self.trainer.config, left)
                 self.log.restart_clock()
-        return TrainResult(step, metrics, evaluations, f"{model_dir}/{checkpoint.PREFIX}_{step}", state)
+        self.watch.waits(step, watchdog.CHECKPOINT)
+        self.writer.wait()
+        saved = f"{model_dir}/{checkpoint.PREFIX}_{step}"
+        if stops and (step < train_steps or evaluates):
+            stopped = Stopped(step, saved, self.notice.number)
+            say(stopped)
+            raise stopped
+        return TrainResult(step, metrics, evaluations, saved, state)
 
-    def _next_batch(self) -> dict[str, jax.Array]:
+    def _evaluate(self, state: TrainState, step: int) -> dict[str, dict[str, float]] | None:
+        def goes_on():
+            self.watch.waits(step, watchdog.EVALUATION)
+            return not self.notice.reached()
+
+        self.watch.waits(step, watchdog.EVALUATION)
+        return self.evaluation(state, step, goes_on)
+
+    def _next_batch(self, step: int) -> dict[str, jax.Array]:
+        self.watch.waits(step, watchdog.DATA)
         return sharding.place_batch(self.trainer.mesh, next(self.batches))
 
-    def _position(self) -> str:
+    def _position(self, step: int) -> str:
         """In the data; where hosts have streams of their own, that of all."""
+        self.watch.waits(step, watchdog.DATA)
         state = self.batches.state()
         if self.batches.divided:
             state = data.merge_states(hosts.gather(state))
         return base64.b64encode(state).decode()
 
 
-def _begin(trainer, batches, model_dir, initial_checkpoint_path, train_steps) -> tuple[TrainState, int]:
-    last = checkpoint.latest(model_dir)
-    if last is not None:
+def _begin(
+    trainer, batches, writer, model_dir, initial_checkpoint_path, train_steps
+) -> tuple[TrainState, int, dict[str, Any]]:
+    """The state, its step, and what a stopped run left to do: see _Run."""
+    if checkpoint.exists(model_dir):
+        last, state = checkpoint.use(model_dir, lambda last: _resumed(trainer, batches, last, train_steps))
         step = checkpoint.step_of(last)
-        if step > train_steps:
-            raise ValueError(f"train_steps={train_steps}, but {last} has {step} already: expected at least as many")
-        checkpoint.check_same_model(last, trainer.config)
-        batches.restore(base64.b64decode(checkpoint.read_run(last)["data"]))
-        state = checkpoint.restore(last, trainer.abstract_state())
+        writer.set_aside_after(step)
         say(f"goes on from {last}")
-        return state, step
+        return state, step, checkpoint.read_run(last)
     if initial_checkpoint_path is not None:
-        found = checkpoint.find(initial_checkpoint_path)
-        trained, fixed = checkpoint.initial_params(found, trainer.mesh, trainer.config, trainer.seed)
+
+        def read(found):
+            return checkpoint.initial_params(found, trainer.mesh, trainer.config, trainer.seed)
+
+        found, (trained, fixed) = checkpoint.use(initial_checkpoint_path, read)
         say(f"starts from {checkpoint.check_initial(found, trainer.config)}")
-        return trainer.init_from(trained, fixed), 0
+        return trainer.init_from(trained, fixed), 0, {}
     say(f"starts from new parameters, seed {trainer.seed}")
-    return trainer.init(), 0
+    return trainer.init(), 0, {}
 
 
-class _Evaluation:
-    """Loss, accuracy and perplexity of validation tasks given the right targets before, each with its own log."""
-
-    def __init__(self, trainer, tasks, source, eval_steps, model_dir, after_step):
-        self._trainer, self._source, self._eval_steps = trainer, source, eval_steps
-        self._step = trainer.eval_step()
-        folder = f"{model_dir}/{TRAINING_EVAL}"
-        self._writers = {task: ScalarWriter(f"{folder}/{_folder_name(task)}", after_step) for task in tasks}
-
-    def __call__(self, state: TrainState, step: int) -> dict[str, dict[str, float]]:
-        results = {}
-        for task, writer in self._writers.items():
-            batches = itertools.islice(data.eval_batches(task, split=VALIDATION, **self._source), self._eval_steps)
-            sums = [self._step(state, sharding.place_batch(self._trainer.mesh, batch)) for batch, _ in batches]
-            results[task] = summarize(jax.device_get(sums))
-            writer.write(step, results[task])
-            say(f"step {step}  {task}:", *(f" {name} {value}" for name, value in shown(results[task]).items()))
-        return results
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for writer in self._writers.values():
-            writer.close()
-
-
-def _validation_tasks(mixture_or_task_name: str) -> list[str]:
-    provider = data.get_mixture_or_task(mixture_or_task_name)
-    found = [task for task in seqio.get_subtasks(provider) if VALIDATION in task.splits]
-    if not found:
-        say(f"{mixture_or_task_name} has no {VALIDATION} split: no evaluation")
-    missing = {
-        task.name: how
-        for task in found
-        if not data.is_cached(task, VALIDATION) and (how := data.how_to_get(task, VALIDATION)) is not None
-    }
-    for name, how in missing.items():
-        say(f"no evaluation on {name}: {how}")
-    return [task.name for task in found if task.name not in missing]
-
-
-def _folder_name(task: str) -> str:
-    return re.sub(r"[^\w.+-]", "_", task)[:200]  # file systems take 255
+def _resumed(trainer, batches, last, train_steps) -> TrainState:
+    step = checkpoint.step_of(last)
+    if step > train_steps:
+        raise ValueError(f"train_steps={train_steps}, but {last} has {step} already: expected at least as many")
+    checkpoint.check_same_model(last, trainer.config)
+    batches.restore(base64.b64decode(checkpoint.read_run(last)["data"]))
+    return checkpoint.restore(last, trainer.abstract_state())
 
 
 def _write_model_info(model_dir: str, trainer: Trainer) -> None:

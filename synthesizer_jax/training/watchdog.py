@@ -18,6 +18,13 @@ DATA, DEVICES, CHECKPOINT, EVALUATION = "data", "the devices", "a checkpoint", "
 COMPILATION = "compilation"  # of the first step, which takes minutes for a large model
 
 
+def check_seconds(watchdog_seconds: float | None) -> None:
+    """ValueError unless it is None or a positive number."""
+    seconds = watchdog_seconds
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0):
+        raise ValueError(f"watchdog_seconds: expected a number > 0, or None for no watchdog, got {seconds!r}")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Record:
     step: int
@@ -32,8 +39,7 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float | None, stream: TextIO | None = None):
-        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0):
-            raise ValueError(f"watchdog: expected a number of seconds > 0, or None for none, got {seconds!r}")
+        check_seconds(seconds)
         self._seconds, self._stream = seconds, stream
         self._record: _Record | None = None
         self._end = threading.Event()
