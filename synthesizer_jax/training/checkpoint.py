@@ -60,6 +60,13 @@ def check_folder(model_dir: epath.PathLike) -> None:
         )
 
 
+class _Manager(ocp.CheckpointManager):
+    """Orbax's, which does not ask JAX whether to stop: `Notice` counts the times that it is asked, see preemption.py."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
 class CheckpointWriter:
     """Writes checkpoints of one model_dir in the background, and keeps the last `keep` of them (None: all).
 
@@ -85,7 +92,7 @@ class CheckpointWriter:
             todelete_subdir=TRASH,  # a rename, as a run killed while it deletes would leave half a checkpoint behind
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_checks),
         )
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._manager = _Manager(self._folder, options=options)
         self._trash = self._folder / TRASH
         self._step: int | None = None  # of the last write that was begun
         self._arrays: dict[str, Any] = {}  # in it
