@@ -1,4 +1,4 @@
-"""The command line: python -m synthesizer_jax COMMAND, of which {train,evaluate,infer,costs,reproduce} are configured by
+"""The command line: python -m synthesizer_jax COMMAND, of which {train,evaluate,infer,costs,compile,reproduce} are configured by
 --gin_file=... --gin.NAME=VALUE, and {tasks,cache} are about data and have flags of their own."""
 
 import argparse
@@ -15,6 +15,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow only reads data
 
 
 import absl.logging
+import jax
 from etils import epath
 
 try:
@@ -41,6 +42,9 @@ examples:
     python -m synthesizer_jax tasks
     python -m synthesizer_jax tasks show quickstart_number --split=validation -n 3
     python -m synthesizer_jax cache quickstart_number --output_cache_dir=cache
+
+  whether it fits a TPU slice, and what it moves there, without a TPU: any training run's files and flags
+    python -m synthesizer_jax compile --topology=v5e:4x4 --gin_file=experiments/c4/R+V.gin
 
   one of several processes, where neither a TPU pod nor srun, mpirun or GKE says which it is:
     python -m synthesizer_jax train ... --coordinator_address=node001:8476 --process_count=4 --process_index=2
@@ -114,9 +118,12 @@ def _start_processes(arguments: argparse.Namespace) -> None:
 
 def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
     _start_processes(arguments)
-    if arguments.command != "costs":
+    if arguments.command == "compile":
+        jax.config.update("jax_platforms", "cpu")  # a TPU that is here stays free
+    elif arguments.command != "costs":
         _start_tensorflow()
     search_paths = _split(arguments.gin_search_paths)
+    bindings = [*bindings, *_compile_bindings(arguments)]
     plan = launch.make_plan(arguments.command, arguments.gin_file, bindings, search_paths)
     _point_to_data(arguments, plan.vocabulary)
     for module in plan.task_modules:
@@ -134,6 +141,8 @@ def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
     result = plan.run()
     if first:
         _report(plan.command, result)
+        if arguments.json:
+            epath.Path(arguments.json).write_text(result.as_json())
 
 
 def _report(command: str, result: Any) -> None:
@@ -143,8 +152,20 @@ def _report(command: str, result: Any) -> None:
                 print(f"{task}  {name}  {value:.6g}" if isinstance(value, float) else f"{task}  {name}  {value}")
     elif command == "infer":
         print("\n".join(f"wrote {path}" for path in result))
-    elif command == "costs":
+    elif command in ("costs", "compile"):
         print(result.as_markdown())
+
+
+def _compile_bindings(arguments: argparse.Namespace) -> list[str]:
+    """Of the flags that `compile` alone has."""
+    flags = {"topology": arguments.topology, "slices": arguments.slices, "steps": arguments.steps}
+    given = {name: value for name, value in flags.items() if value is not None}
+    if (given or arguments.json) and arguments.command != "compile":
+        names = ", ".join(f"--{name}" for name in [*given, *["json"] * bool(arguments.json)])
+        raise ValueError(f"{names}: of `compile` only, not of `{arguments.command}`")
+    if arguments.json and not epath.Path(arguments.json).parent.is_dir():
+        raise ValueError(f"--json: no such directory: {epath.Path(arguments.json).parent}")
+    return [f"compile.{name} = {value!r}" for name, value in given.items()]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -192,8 +213,16 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help=f"how long the processes wait for one another; by default {distributed.TIMEOUT}",
     )
+    add("--topology", metavar="NAME:SIZES", help="of compile: a TPU slice such as v5e:4x4, or cpu:8; also TOPOLOGY")
+    add("--slices", type=int, metavar="N", help="of compile: how many such slices; by default 1")
+    add("--steps", type=_steps, metavar="STEP,...", help="of compile: some of train,eval,decode; by default all")
+    add("--json", metavar="FILE", help="of compile: where all that it found goes, too")
     add("--dry_run", action="store_true", help="check everything, print the resolved configuration, run nothing")
     return parser
+
+
+def _steps(names: str) -> tuple[str, ...]:
+    return tuple(_split(names))
 
 
 def _split(paths: str) -> list[str]:

@@ -86,9 +86,12 @@ class Program:
         configurables: Configurables,
         ignored: Set[str],
         examples: dict[str, str],
+        tolerated: Set[str] = frozenset(),
     ):
-        """ignored: selectors of other commands; examples: known macros, with an example of each."""
+        """ignored: selectors of other commands; tolerated: those of them that may be all that a file or a flag is for;
+        examples: known macros, with an example of each."""
         self.command, self.bindings, self.configurables, self.examples = command, bindings, configurables, examples
+        self.tolerated = tolerated
         self.faults: list[str] = []
         self.bound: dict[str, Binding] = {}  # the last binding of each key
         self.required: dict[str, Binding] = {}  # NAME = %gin.REQUIRED
@@ -226,9 +229,15 @@ class Program:
                     f"{binding.place}: nothing in `{self.command}` refers to the macro {binding.key}{near}"
                 )
         if not self.faults:
+            used = self.used | self._of_no_interest()
             for given in dict.fromkeys(binding.given_by for binding in self.bindings):
-                if not self.used & {binding.key for binding in self.bindings if binding.given_by == given}:
+                if not used & {binding.key for binding in self.bindings if binding.given_by == given}:
                     self.faults.append(f"{given} has no effect on `{self.command}`; leave it out")
+
+    def _of_no_interest(self) -> set[str]:
+        """Keys of tolerated bindings, and the macros that they refer to."""
+        found = [binding for binding in self.bindings if binding.selector in self.tolerated]
+        return {binding.key for binding in found} | {macro.name for b in found for macro in _macros(b.value)}
 
     def _miss(self, name: str, label: str, annotation: Any):
         example = self.examples.get(name, f"<{annotations.spell(annotation)}>")

@@ -33,6 +33,7 @@ class Command:
 
     function: tuple[str, str]  # module, name
     preflight: tuple[str, str] | None = None  # arguments -> lines for the user
+    serves: str | None = None  # another command: what its gin files and flags say holds here, too, or is of no interest
 
 
 COMMANDS = {
@@ -40,6 +41,11 @@ COMMANDS = {
     "evaluate": Command(("synthesizer_jax.evaluation", "evaluate"), ("synthesizer_jax.preflight", "before_evaluation")),
     "infer": Command(("synthesizer_jax.evaluation", "infer"), ("synthesizer_jax.preflight", "before_inference")),
     "costs": Command(("synthesizer_jax.analysis.costs", "report")),
+    "compile": Command(
+        ("synthesizer_jax.analysis.compilation", "report"),
+        ("synthesizer_jax.analysis.compilation", "preflight"),
+        serves="train",
+    ),
     "reproduce": Command(("synthesizer_jax.analysis.comparison", "compare")),
 }
 
@@ -70,6 +76,7 @@ MACROS = {
     "INPUT_FILE": ('"inputs.txt"', "a text file with one input a line"),
     "NUM_EXAMPLES": ("100", "only the first examples of each task; by default all"),
     "SPLIT": ('"validation"', "a split of the task"),
+    "TOPOLOGY": ('"v5e:4x4"', "a TPU slice to compile for, in chips, or cpu:8"),
     "DROPOUT_RATE": ("0.1", "0 <= rate < 1"),
     "LEARNING_RATE": ("0.001", "the rate, or the scale of a schedule"),
     "WARMUP_STEPS": ("10000", "steps of warm-up"),
@@ -80,7 +87,10 @@ MACROS = {
     "DATA_SHARDS": ("8", "streams that the data is read in, divided among the hosts; by default 1, read whole by each"),
     "PACK": ("False", "whether several examples share a row in training"),
     "CHECKPOINT_PERIOD": ("1000", "steps between checkpoints"),
+    "KEEP": ("3", "how many checkpoints stay, the last ones; None: all"),
+    "KEEP_PERIOD": ("10000", "checkpoints at multiples of so many steps stay for good, besides"),
     "EVAL_PERIOD": ("1000", "steps between evaluations of the loss in training"),
+    "PROFILE_STEPS": ("(100, 105)", "steps, from the first to before the second, that are traced to MODEL_DIR/profile"),
     "DTYPE": ('"bfloat16"', "of activations; parameters are float32"),
     "REMAT": ('"full"', "what the backward pass computes again"),
 }
@@ -153,7 +163,8 @@ def make_plan(command: str, gin_files: Sequence[str], flags: Sequence[str], sear
     _register(command)
     _register_users_own()
     examples = {name: example for name, (example, _) in MACROS.items()}
-    program = Program(command, reader.bindings, _Registry(), set(COMMANDS) - {command}, examples)
+    served, bindings = COMMANDS[command].serves, _for_command(command, reader.bindings)
+    program = Program(command, bindings, _Registry(), set(COMMANDS) - {command}, examples, {served} - {None})
     if program.faults:
         raise ValueError(_as_text(program.faults))
     gin.clear_config()
@@ -164,6 +175,17 @@ def make_plan(command: str, gin_files: Sequence[str], flags: Sequence[str], sear
     modules = (modules,) if isinstance(modules, str) else tuple(modules)
     vocabulary = arguments.pop("vocabulary", None)
     return Plan(command, arguments, modules, vocabulary, gin.operative_config_str(max_line_length=120))
+
+
+def _for_command(command: str, bindings: Sequence[Binding]) -> list[Binding]:
+    """The bindings, those of a command that this one serves as its own where it has the same parameter."""
+    served, own = COMMANDS[command].serves, inspect.signature(_function(command)).parameters
+    return [
+        dataclasses.replace(binding, selector=command)
+        if served and binding.selector == served and binding.argument in own
+        else binding
+        for binding in bindings
+    ]
 
 
 def _check_made(command: str, arguments: Mapping[str, Any]) -> None:

@@ -44,11 +44,29 @@ class Predictor:
         To encoder_input_tokens: tokens [length of "targets"], or a class [1]. To `prompt`, a language model's: the
         prompt and what follows it, [length of "targets"].
         """
+        return self._in_batches(examples, features, *self._answering())
+
+    def lower(self) -> jax.stages.Lowered:
+        """What `predict` does to a batch, to be compiled; the parameters may be jax.ShapeDtypeStructs with shardings."""
+        widths, _ = self._answering()
+        split = sharding.batch_sharding(self.mesh)
+        batch = {
+            name: jax.ShapeDtypeStruct((self.batch_size, width), jnp.int32, sharding=split)
+            for name, width in widths.items()
+        }
+
+        def answer(trained, fixed, batch):
+            return dataclasses.replace(self, trained=trained, fixed=fixed)._answering()[1](batch)
+
+        with jax.set_mesh(self.mesh):
+            return jax.jit(answer).lower(self.trained, self.fixed, batch)
+
+    def _answering(self):
+        """(widths of what a batch is made of, batch -> answers)."""
         if isinstance(self.config, DecoderOnlyConfig):
-            return self._in_batches(examples, features, {PROMPT: self.lengths["targets"]}, self._continue)
-        widths = {"encoder_input_tokens": self.lengths["inputs"]}
+            return {PROMPT: self.lengths["targets"]}, self._continue
         answer = self._classify if isinstance(self.config, EncoderOnlyConfig) else self._decode
-        return self._in_batches(examples, features, widths, answer)
+        return {"encoder_input_tokens": self.lengths["inputs"]}, answer
 
     def score(self, examples: Iterable[Example], features: Features) -> Iterator[tuple[Example, np.ndarray]]:
         """Each example with the log-likelihood of its target, summed over the target's tokens."""

@@ -42,7 +42,7 @@ def is_rounded(text, count):
 
 
 def test_all_files_are_known():
-    assert len(MODELS) == 19 and len(ATTENTIONS) == 23 and len(RUNS) == 10 and len(TABLES) == 10
+    assert len(MODELS) == 19 and len(ATTENTIONS) == 23 and len(RUNS) == 11 and len(TABLES) == 10
     assert len(launch.shipped_files()) == len(MODELS + ATTENTIONS + RUNS + EXPERIMENTS)
 
 
@@ -116,6 +116,8 @@ def recipe(name):
             return file.removesuffix(".gin"), [name], [*GIVEN[1:3], checkpoint]
         case ["runs", "costs.gin"]:
             return "costs", ["models/t5_tiny.gin", name], GIVEN[2:3]
+        case ["runs", "compile.gin"]:
+            return "compile", ["models/t5_tiny.gin", name], ['TOPOLOGY="cpu:8"', *GIVEN[2:4]]
         case ["runs", "quickstart.gin"]:
             return "train", [name], GIVEN[:1]
         case ["runs", "finetune.gin"]:
