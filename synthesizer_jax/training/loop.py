@@ -137,7 +137,7 @@ def train(
     say(data.describe_split(mixture_or_task_name, TRAIN, use_cached_tasks))
 
     source = {"task_feature_lengths": task_feature_lengths, "batch_size": batch_size, "keys": model.batch}
-    source |= {"use_cached_tasks": use_cached_tasks, "shard": (jax.process_index(), jax.process_count())}
+    source |= {"use_cached_tasks": use_cached_tasks, "shard": hosts.batch_shard(devices)}
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(Watchdog(watchdog_seconds))
         order = {"seed": random_seed, "pack": pack, "shards": data_shards}
