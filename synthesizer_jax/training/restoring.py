@@ -4,8 +4,12 @@ Every path and shape is compared before an array is read: Orbax itself ignores a
 were saved, straight into the shards of today's mesh, compared with their fingerprints, and then converted on the devices.
 """
 
-import traceback
-from collections.abc import Mapping, Sequence
+import contextlib
+import gc
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,11 +32,14 @@ _MAY_RECOVER = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "RESOURCE
 
 def saved_arrays(checkpoint: epath.PathLike, top: Sequence[str] | None = None) -> dict[str, Any]:
     """path -> what is known (shape, dtype, ...) of each saved array, below the paths `top`; None: of all."""
-    try:
+
+    def read():
         metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(checkpoint).absolute() / STATE)
-        found = dict(sharding.named_leaves(metadata.tree))
-    except Exception as error:
-        raise Damaged(checkpoint, _reason(error)) from error
+        return dict(sharding.named_leaves(metadata.tree))
+
+    found, reason = _attempt(read)
+    if reason:
+        raise Damaged(checkpoint, reason)
     integrity.check_declared(checkpoint, found)
     return {name: leaf for name, leaf in found.items() if top is None or below(name, top)}
 
@@ -118,29 +125,55 @@ def _read(checkpoint, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, j
     """Arrays as they were saved. Where one host cannot read its part, all raise Damaged; so all must call it."""
     how = {n: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype, global_shape=x.shape) for n, x in arrays.items()}
     arguments = ocp.args.PyTreeRestore(nested(arrays), restore_args=nested(how), partial_restore=True)
-    reason, read = "", {}
-    try:
+
+    def read():
         restored = ocp.PyTreeCheckpointHandler().restore(checkpoint / STATE, args=arguments)
-        read = dict(sharding.named_leaves(restored))
-    except Exception as error:
-        reason = _reason(error)
+        return dict(sharding.named_leaves(restored))
+
+    found, reason = _attempt(read)
     reasons = [told.decode() for told in hosts.gather(reason.encode())]
     if any(reasons):
         raise Damaged(checkpoint, next(filter(None, reasons)))
-    integrity.check_values(checkpoint, read)
-    return read
+    integrity.check_values(checkpoint, found)
+    return found
+
+
+def _attempt(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], str]:
+    """What `read` returns, or what is wrong with the checkpoint that it cannot read; other errors are raised."""
+    with _no_echoes():
+        try:
+            return read(), ""
+        except Exception as error:  # Orbax raises that, and of many kinds
+            reason = _reason(error)
+        gc.collect()
+        return {}, reason
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong with a checkpoint that raised this error; raises it again where that says nothing of the checkpoint."""
     root = error
     while root.__cause__ is not None:
         root = root.__cause__
     text = " ".join(str(root).split()) or type(root).__name__
     if isinstance(root, _NOT_DAMAGE) or any(code in text for code in _MAY_RECOVER):
         raise error
-    traceback.clear_frames(error.__traceback__)  # else Python tells of each read that was given up
-    return text if len(text) <= 300 else f"{text[:300]} ..."
+    return re.split(r" \[(?:tensorstore_spec|source locations)=", text)[0][:500]
+
+
+@contextlib.contextmanager
+def _no_echoes() -> Iterator[None]:
+    """Where one array cannot be read, asyncio would tell, with pages of details, of all other reads that are given up."""
+    log, hook = logging.getLogger("asyncio"), sys.unraisablehook
+    log.addFilter(_never)
+    sys.unraisablehook = _never
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        log.removeFilter(_never)
+
+
+def _never(_) -> bool:
+    return False
 
 
 def _tell_changes(checkpoint, changing, saved, wanted):
