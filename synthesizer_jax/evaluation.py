@@ -77,7 +77,9 @@ def evaluate(
     folder = _folder(output_dir, path.parent / "inference_eval")
     of_data = {"split": split, "use_cached_tasks": use_cached_tasks, "seed": random_seed}
     tasks = _labelled(tasks, task_feature_lengths, **of_data)
-    predictor = load(path, tasks, task_feature_lengths, batch_size)
+    path, predictor = checkpoint.use(
+        checkpoint_path, lambda found: load(found, tasks, task_feature_lengths, batch_size)
+    )
     for cut in (cut for task in tasks for cut in data.cut_examples(task, task_feature_lengths, **of_data)):
         say(cut)
     results = {}
@@ -231,7 +233,9 @@ def infer(
     else:
         tasks = seqio.get_subtasks(data.get_mixture_or_task(mixture_or_task_name))[:1]
     folder = _folder(output_dir, path.parent / "inference")
-    predictor = load(path, tasks, task_feature_lengths, batch_size)
+    path, predictor = checkpoint.use(
+        checkpoint_path, lambda found: load(found, tasks, task_feature_lengths, batch_size)
+    )
     lengths = dict(task_feature_lengths)
     if input_file is None:
         options = {"split": split, "lengths": lengths, "seed": random_seed}
