@@ -8,7 +8,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from test_loop import TASK, arguments, compile_once, entries  # noqa: F401 (compile_once is a fixture)
+from test_loop import arguments, compile_once, entries  # noqa: F401 (compile_once is a fixture)
 
 from synthesizer_jax import data
 from synthesizer_jax.models import t5_tiny
@@ -18,9 +18,10 @@ from synthesizer_jax.training.loop import train
 from synthesizer_jax.training.preemption import Notice, Stopped
 from synthesizer_jax.training.step import Trainer
 
+TASK = "quickstart_negation"  # quick to read
 SIZES = {"features": 16, "mlp_features": 32, "heads": 2, "head_dim": 8, "vocab_size": 2048}
 MODEL = t5_tiny("R", max_length=32, dropout_rate=0.1, **SIZES, encoder_layers=1, decoder_layers=1)
-PERIODS = {"train_steps": 12, "log_period": 5, "checkpoint_period": 6, "eval_period": 4, "eval_steps": 3}
+PERIODS = {"train_steps": 12, "log_period": 5, "checkpoint_period": 4, "eval_period": 6, "eval_steps": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def in_the_same_second(monkeypatch):
 
 
 def run(folder, **changes):
-    return train(**arguments(folder, model=MODEL, **PERIODS | changes))
+    return train(**arguments(folder, model=MODEL, mixture_or_task_name=TASK, pack=False, **PERIODS | changes))
 
 
 def told(number):
@@ -53,14 +54,15 @@ def at_batch(patch, count, number, then=lambda: None):
     patch.setattr(data, "TrainBatches", Told)
 
 
-def in_evaluation(patch, batches):
-    """The signal comes after so many batches of an evaluation."""
-    real = data.eval_batches
+def in_evaluation(patch, batches, number=signal.SIGTERM, made=0):
+    """The signal comes after so many batches of an evaluation, and so many evaluations."""
+    real, begun = data.eval_batches, itertools.count()
 
     def told_between(*args, **kwargs):
+        this = next(begun)
         for count, batch in enumerate(real(*args, **kwargs)):
-            if count == batches:
-                told(signal.SIGTERM)
+            if (this, count) == (made, batches):
+                told(number)
             yield batch
 
     patch.setattr(data, "eval_batches", told_between)
@@ -85,10 +87,9 @@ def test_a_run_stopped_again_and_again_ends_as_one_that_was_not(tmp_path, monkey
     folder = tmp_path / "stopped"
     stops = (
         (3, 143, lambda patch: at_batch(patch, 3, signal.SIGTERM)),  # while step 2 runs
-        (4, 143, lambda patch: in_evaluation(patch, 1)),
-        (7, 143, in_a_save),  # of step 6, with an evaluation left over from step 4
-        (10, 130, lambda patch: at_batch(patch, 3, signal.SIGINT)),
-        (12, 143, lambda patch: in_evaluation(patch, 2)),  # the last step of all
+        (5, 143, in_a_save),  # of step 4
+        (6, 143, lambda patch: in_evaluation(patch, 1)),
+        (12, 130, lambda patch: in_evaluation(patch, 2, signal.SIGINT, made=1)),  # after the one left over from step 6
     )
     for step, code, how in stops:
         with monkeypatch.context() as patch, pytest.raises(Stopped) as stopped:
@@ -103,15 +104,10 @@ def test_a_run_stopped_again_and_again_ends_as_one_that_was_not(tmp_path, monkey
     assert again.evaluations == whole.evaluations and again.step == 12
     for name in (("train",), ("training_eval", TASK)):
         assert entries(folder, *name) == entries(tmp_path / "whole", *name)
-    assert [entry["step"] for entry in entries(folder, "train")] == [5, 6, 10, 12]
-    assert [entry["step"] for entry in entries(folder, "training_eval", TASK)] == [4, 8, 12]
+    assert [entry["step"] for entry in entries(folder, "train")] == [4, 5, 8, 10, 12]
+    assert [entry["step"] for entry in entries(folder, "training_eval", TASK)] == [6, 12]
     for (name, a), (_, b) in zip(named_leaves(whole.state), named_leaves(again.state), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name)
-
-
-def test_told_in_the_last_step_there_is_nothing_left_to_stop(tmp_path, monkeypatch):
-    at_batch(monkeypatch, 2, signal.SIGTERM)
-    assert run(tmp_path, train_steps=2, eval_period=None).step == 2
 
 
 def test_a_second_ctrl_c_interrupts_at_once(tmp_path, monkeypatch):
@@ -121,7 +117,10 @@ def test_a_second_ctrl_c_interrupts_at_once(tmp_path, monkeypatch):
     assert checkpoint.latest(tmp_path) is None
 
 
-def test_until_the_first_step_is_compiled_a_signal_ends_the_process_as_ever(tmp_path, monkeypatch):
+def test_from_the_first_step_on_a_signal_is_a_notice_and_in_the_last_there_is_nothing_left_to_stop(
+    tmp_path, monkeypatch
+):
+    """While the step is compiled there is nothing to save, and the signal ends the process as ever."""
     made, found = Trainer.train_step, []
 
     def train_step(self):
@@ -134,8 +133,9 @@ def test_until_the_first_step_is_compiled_a_signal_ends_the_process_as_ever(tmp_
         return looked_at
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
+    at_batch(monkeypatch, 2, signal.SIGTERM)
     before = signal.getsignal(signal.SIGTERM)
-    run(tmp_path, train_steps=2, eval_period=None)
+    assert run(tmp_path, train_steps=2, eval_period=None).step == 2
     assert found[0] == before != found[1]
 
 
