@@ -1,6 +1,7 @@
 """Checkpoints: equal values over meshes, strictness, atomicity, what is kept, and every path that is none."""
 
 import dataclasses
+import errno
 import os
 import resource
 import shutil
@@ -128,6 +129,14 @@ def test_the_last_ones_are_kept(tmp_path):
     assert checkpoint.latest(tmp_path).name == "checkpoint_100"
 
 
+def test_those_at_multiples_of_a_period_are_kept_besides(tmp_path):
+    for steps in (range(1, 5), range(5, 12)):  # one run, and its resume
+        with CheckpointWriter(str(tmp_path), keep=1, keep_period=3) as writer:
+            for step in steps:
+                writer.save(step, {"x": jnp.zeros(3)}, CONFIG, RUN)
+    assert sorted(map(checkpoint.step_of, tmp_path.iterdir())) == [3, 6, 9, 11]
+
+
 def test_what_is_deleted_leaves_by_a_rename(tmp_path, monkeypatch):
     """A run killed while it deletes must not leave half a checkpoint under a checkpoint's name."""
     monkeypatch.setattr(CheckpointWriter, "_empty_trash", lambda self: None)
@@ -164,16 +173,6 @@ def test_what_a_killed_run_left_unfinished_is_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_6"]
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path):
-    with CheckpointWriter(str(tmp_path)) as writer:
-        writer.save(1, {"x": jnp.zeros(3)}, CONFIG, RUN)
-    for path in (tmp_path / "checkpoint_1" / "state").iterdir():
-        path.unlink() if path.is_file() else shutil.rmtree(path)
-    target = {"x": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jnp.zeros(1).sharding)}
-    with pytest.raises(ValueError, match="checkpoint_1 is damaged; remove it to go on from an earlier one"):
-        checkpoint.restore(tmp_path / "checkpoint_1", target)
-
-
 def test_mismatches_are_listed_in_three_groups(saved):
     other = t5_tiny("R+D", max_length=20, **SIZES | {"mlp_features": 48})
     with pytest.raises(ValueError) as error:
@@ -205,7 +204,7 @@ def test_paths_that_are_no_checkpoint(tmp_path, saved):
     ):
         checkpoint.find(str(tmp_path))
     (tmp_path / "checkpoint_5.orbax-checkpoint-tmp").mkdir()
-    with pytest.raises(ValueError, match="only unfinished ones: checkpoint_5.orbax-checkpoint-tmp"):
+    with pytest.raises(ValueError, match="only unfinished or damaged ones: checkpoint_5.orbax-checkpoint-tmp"):
         checkpoint.find(str(tmp_path))
     with pytest.raises(ValueError, match="is neither a checkpoint"):
         checkpoint.find(os.path.join(saved, "checkpoint_7", "state"))
@@ -215,6 +214,8 @@ def test_paths_that_are_no_checkpoint(tmp_path, saved):
 def test_wrong_keep(tmp_path, keep):
     with pytest.raises(ValueError, match="keep: expected a number of checkpoints >= 1, or None for all, got"):
         CheckpointWriter(str(tmp_path), keep=keep)
+    with pytest.raises(ValueError, match="keep_period: expected a number of steps >= 1, or None, got"):
+        CheckpointWriter(str(tmp_path), keep_period=keep)
 
 
 WRITER = """
@@ -256,17 +257,52 @@ def test_a_writer_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
         assert not [path.name for path in (tmp_path / "model").iterdir() if "tmp" in path.name]
 
 
-def test_the_error_of_a_write_in_the_background_is_raised(tmp_path):
-    state = {"x": np.random.default_rng(0).normal(size=500_000)}
+def test_a_full_disk_is_told_at_the_next_step_and_what_was_there_stays(tmp_path):
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(Exception, match="(?i)file too large|EFBIG"):
-        with CheckpointWriter(str(tmp_path)) as writer:
-            try:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))  # as good as a full disk
-                writer.save(1, state, CONFIG, RUN)
-                time.sleep(1)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    text = f"model_dir: checkpoint_2 could not be written to {tmp_path}: File too large; .* checkpoint is checkpoint_1; make"
+    with CheckpointWriter(str(tmp_path), keep=1) as writer:
+        writer.save(1, {"x": jnp.zeros(3)}, CONFIG, RUN)
+        writer.wait()
+        writer.check()
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))  # as good as a full disk
+            writer.save(2, {"x": np.random.default_rng(0).normal(size=500_000)}, CONFIG, RUN)
+            while writer._manager.is_saving_in_progress():
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        with pytest.raises(OSError, match=text):
             writer.check()
-            pytest.fail("no error")
-    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.find(tmp_path).name == "checkpoint_1"
+    with CheckpointWriter(str(tmp_path), keep=1) as writer:  # room was made
+        writer.save(2, {"x": jnp.zeros(3)}, CONFIG, RUN)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_2"]
+
+
+def test_a_folder_that_cannot_be_written_any_more_is_told_at_once(tmp_path):
+    folder = tmp_path / "run"
+    text = (
+        f"model_dir: checkpoint_2 could not be written to {folder}: Not a directory: .*; there is no whole checkpoint; "
+    )
+    with pytest.raises(OSError, match=text):
+        with CheckpointWriter(str(folder)) as writer:
+            writer.save(1, {"x": jnp.zeros(3)}, CONFIG, RUN)
+            writer.wait()
+            shutil.rmtree(folder)
+            folder.write_text("in the way")  # permissions would not keep root from writing
+            writer.save(2, {"x": jnp.zeros(3)}, CONFIG, RUN)
+
+
+def test_the_checks_are_part_of_the_write(tmp_path, monkeypatch):
+    """A checkpoint whose checks.json cannot be written does not appear."""
+    with pytest.raises(
+        OSError, match="checkpoint_1 could not be written to .*: No space left on device; there is no whole"
+    ):
+        with CheckpointWriter(str(tmp_path)) as writer:
+
+            def full(*_):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            monkeypatch.setattr(checkpoint.integrity, "write", full)
+            writer.save(1, {"x": jnp.zeros(3)}, CONFIG, RUN)
+    assert checkpoint.latest(tmp_path) is None and not checkpoint.exists(tmp_path)

@@ -14,6 +14,8 @@ Of a model_dir the last checkpoint that is whole is taken, and what is wrong wit
 
 import contextlib
 import json
+import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,7 +92,11 @@ class CheckpointWriter:
             cleanup_tmp_directories=True,
             preservation_policy=AnyPreservationPolicy(kept),
             todelete_subdir=TRASH,  # a rename, as a run killed while it deletes would leave half a checkpoint behind
-            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_checks),
+            async_options=ocp.options.AsyncOptions(
+                post_finalization_callback=self._write_checks,
+                # Else threads wait minutes for a folder that could not be made, and the process for them.
+                create_directories_asynchronously=False,
+            ),
         )
         self._manager = _Manager(self._folder, options=options)
         self._trash = self._folder / TRASH
@@ -113,9 +119,11 @@ class CheckpointWriter:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def check(self) -> None:
-        """Raises the error of a write in the background, such as a full disk."""
-        with self._telling():
-            self._manager.check_for_errors()
+        """Raises the error of a write in the background, such as a full disk, as soon as it has ended."""
+        if (
+            not self._manager.is_saving_in_progress()
+        ):  # Orbax's check_for_errors sees none: a thread of its own takes them
+            self.wait()
 
     def wait(self) -> None:
         """Until all is on disk."""
@@ -308,12 +316,16 @@ def _free_name(path: epath.Path) -> epath.Path:
 
 
 def _cause(error: BaseException) -> str:
-    """The operating system's words, where they are among an error's causes."""
+    """The operating system's words, where they are among an error's causes, or their number is in TensorStore's."""
     chain = [error]
     while (chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(chain[-1].__cause__ or chain[-1].__context__)
-    text = " ".join(str(next((e for e in chain if isinstance(e, OSError)), error)).split())
-    return text if len(text) <= 300 else f"{text[:300]} ..."
+    found = next((e for e in chain if isinstance(e, OSError) and e.strerror), None)
+    if found is not None:
+        return f"{found.strerror}: {found.filename}" if found.filename else found.strerror
+    text = " ".join(str(error).split())
+    code = re.search(r"os_error_code='(\d+)'", text)
+    return os.strerror(int(code[1])) if code else text[:300]
 
 
 def _is_count(value: Any) -> bool:
