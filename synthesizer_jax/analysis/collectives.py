@@ -64,7 +64,7 @@ def _found(module: Module, program: Executed) -> Iterator[tuple[str, Computation
 
 def _collective(kind, computation, instruction, times, mesh) -> Collective:
     groups = device_groups(instruction.attributes, math.prod(mesh.values()))
-    devices = 2 if kind == "collective-permute" else groups.shape[1]
+    devices = groups.shape[1]
     arrays = [array for operand in computation.operands(instruction) for array in operand.results]
     largest = max(arrays, key=lambda array: array.size)
     total = sum(array.bytes for array in arrays)
