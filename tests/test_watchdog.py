@@ -3,7 +3,7 @@
 import dataclasses
 import io
 import re
-import threading
+import socket
 import time
 
 import jax
@@ -42,7 +42,7 @@ def test_says_which_step_waits_for_what_since_when_and_again_when_the_time_has_d
         until(lambda: "goes on" in told.getvalue())
         watch.rests()
     *hung, on = told.getvalue().splitlines()[:4]
-    who = rf"\(process 0 of 1, on {re.escape(__import__('socket').gethostname())}\)"
+    who = rf"\(process 0 of 1, on {re.escape(socket.gethostname())}\)"
     for line in hung:
         assert re.fullmatch(
             rf"watchdog: step 7 has been waiting for the devices for \d+ s, since \d\d:\d\d:\d\d {who}", line
@@ -71,8 +71,8 @@ def test_refuses_a_time_that_is_none(seconds):
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    """A run whose fifth batch does not come for a second, with a trace of steps 2 and 3."""
-    folder, lines, blocked = tmp_path_factory.mktemp("watched"), io.StringIO(), threading.Event()
+    """A run whose fifth batch does not come until the watchdog has said so, with a trace of steps 2 and 3."""
+    folder, lines = tmp_path_factory.mktemp("watched"), io.StringIO()
 
     class Blocked(data.TrainBatches):
         read = 0
@@ -80,14 +80,15 @@ def watched(tmp_path_factory):
         def __next__(self):
             self.read += 1
             if self.read == 5:
-                until(lambda: "waiting for data" in lines.getvalue() or blocked.is_set())
+                until(lambda: "step 5 has been waiting for data" in lines.getvalue())
             return super().__next__()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "TrainBatches", Blocked)
         patch.setattr("sys.stderr", lines)
         options = {"watchdog_seconds": 0.5, "profile_steps": (2, 4), "peak_flops_per_device": 1e9}
-        train(**arguments(folder, model=MODEL, train_steps=6, eval_period=None, log_period=2, **options))
+        task = {"mixture_or_task_name": "quickstart_negation", "pack": False}
+        train(**arguments(folder, model=MODEL, train_steps=6, eval_period=None, log_period=2, **task, **options))
     return folder, lines.getvalue()
 
 
@@ -162,7 +163,7 @@ def test_refuses_steps_that_do_not_come():
     [
         (MODEL, {"inputs": 32, "targets": 16}),
         (lm_tiny("R", max_length=32, **SIZES), {"targets": 16}),
-        (classifier_tiny("R", max_length=32, num_classes=2, **SIZES), {"inputs": 32}),
+        (classifier_tiny(2, "R", max_length=32, **SIZES), {"inputs": 32}),
     ],
     ids=["encoder_decoder", "decoder_only", "encoder_only"],
 )
