@@ -53,6 +53,7 @@ def evaluate(
     num_examples: int | None = None,
     use_cached_tasks: bool | None = None,
     random_seed: int = 0,
+    mesh: sharding.MeshShape | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The metrics of each task that has the split, over all of its examples.
 
@@ -67,6 +68,7 @@ def evaluate(
       num_examples: only the first of each task; None: all.
       use_cached_tasks: None: where there is a cache.
       random_seed: of preprocessors that draw at random.
+      mesh: how the devices are arranged; None: each holds the whole model.
 
     Returns: task -> metric -> value.
     Raises: ValueError where the checkpoint, the task, its split, its labels, or what its metrics need is not there.
@@ -78,7 +80,7 @@ def evaluate(
     of_data = {"split": split, "use_cached_tasks": use_cached_tasks, "seed": random_seed}
     tasks = _labelled(tasks, task_feature_lengths, **of_data)
     path, predictor = checkpoint.use(
-        checkpoint_path, lambda found: load(found, tasks, task_feature_lengths, batch_size)
+        checkpoint_path, lambda found: load(found, tasks, task_feature_lengths, batch_size, mesh)
     )
     for cut in (cut for task in tasks for cut in data.cut_examples(task, task_feature_lengths, **of_data)):
         say(cut)
@@ -213,6 +215,7 @@ def infer(
     output_dir: str | None = None,
     use_cached_tasks: bool | None = None,
     random_seed: int = 0,
+    mesh: sharding.MeshShape | None = None,
 ) -> list[str]:
     """Writes what the model says to a split of a task, or to each line of a text file, as jsonl.
 
@@ -234,7 +237,7 @@ def infer(
         tasks = seqio.get_subtasks(data.get_mixture_or_task(mixture_or_task_name))[:1]
     folder = _folder(output_dir, path.parent / "inference")
     path, predictor = checkpoint.use(
-        checkpoint_path, lambda found: load(found, tasks, task_feature_lengths, batch_size)
+        checkpoint_path, lambda found: load(found, tasks, task_feature_lengths, batch_size, mesh)
     )
     lengths = dict(task_feature_lengths)
     if input_file is None:
@@ -282,7 +285,13 @@ def _said(task, example, ids: np.ndarray) -> str:
     return _decoded(vocabulary, ids.tolist()[len(example[PROMPT]) :])
 
 
-def load(path: epath.PathLike, tasks: list[seqio.Task], lengths: Mapping[str, int], batch_size: int) -> Predictor:
+def load(
+    path: epath.PathLike,
+    tasks: list[seqio.Task],
+    lengths: Mapping[str, int],
+    batch_size: int,
+    mesh: sharding.MeshShape | None = None,
+) -> Predictor:
     """The model of a checkpoint on all devices, for tasks that share a vocabulary; checked before arrays are read."""
     if batch_size < 1:
         raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
@@ -290,10 +299,12 @@ def load(path: epath.PathLike, tasks: list[seqio.Task], lengths: Mapping[str, in
     data.check_lengths(lengths, config.batch)
     for task in tasks:
         data.check_model(task.name, config)
-    mesh = sharding.MeshShape().build()
-    _, trained, fixed = checkpoint.restore_params(path, mesh)
+    on_mesh = (mesh or sharding.MeshShape()).build()
+    _, trained, fixed = checkpoint.restore_params(path, on_mesh)
     vocabulary = tasks[0].output_features[data.TARGETS].vocabulary
-    return Predictor(config, trained, fixed, mesh, batch_size, dict(lengths), vocabulary.eos_id, vocabulary.vocab_size)
+    return Predictor(
+        config, trained, fixed, on_mesh, batch_size, dict(lengths), vocabulary.eos_id, vocabulary.vocab_size
+    )
 
 
 # Examples

@@ -92,7 +92,13 @@ MACROS = {
     "EVAL_PERIOD": ("1000", "steps between evaluations of the loss in training"),
     "PROFILE_STEPS": ("(100, 105)", "steps, from the first to before the second, that are traced to MODEL_DIR/profile"),
     "DTYPE": ('"bfloat16"', "of activations; parameters are float32"),
-    "REMAT": ('"full"', "what the backward pass computes again"),
+    "PARAM_DTYPE": ('"bfloat16"', "of parameters; float32 by default"),
+    "REMAT": ('"full"', "what the backward pass computes again: none, full, dots or attention"),
+    "MESH_DATA": ("4", "devices that share a batch and hold all parameters; by default all that the others leave"),
+    "MESH_FSDP": ("8", "devices that share a batch and the storage of parameters"),
+    "MESH_MODEL": ("2", "devices that share heads, MLP and vocabulary"),
+    "MICROBATCHES": ("4", "parts of a batch that are gone through one after the other, for less memory"),
+    "LOSS_CHUNKS": ("8", "parts of the vocabulary that the loss is computed in, for less memory"),
 }
 
 _NOT_CONFIGURED = (scores.Dims, scores.Scores, mixers.Surroundings)  # what layers give and take, not what users choose
@@ -123,7 +129,14 @@ _PRESETS = (
     models.classifier_tiny,
     models.paper_classifier,
 )
-_SETTINGS = (optimizer.Adafactor, optimizer.AdamW, optimizer.InverseSqrt, optimizer.Constant, sharding.MeshShape)
+_SETTINGS = (
+    optimizer.Adafactor,
+    optimizer.AdamW,
+    optimizer.InverseSqrt,
+    optimizer.Constant,
+    sharding.MeshShape,
+    sharding.Rules,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Predictor:
         def answer(trained, fixed, batch):
             return dataclasses.replace(self, trained=trained, fixed=fixed)._answering()[1](batch)
 
-        with jax.set_mesh(self.mesh):
+        with sharding.on(self.mesh):
             return jax.jit(answer).lower(self.trained, self.fixed, batch)
 
     def _answering(self):
@@ -82,7 +82,7 @@ class Predictor:
             rows = [features(example) for example in chunk]
             rows += rows[-1:] * (size - len(rows))
             batch = {name: np.stack([_padded(row[name], width) for row in rows]) for name, width in widths.items()}
-            with jax.set_mesh(self.mesh):
+            with sharding.on(self.mesh):
                 yield from zip(chunk, np.asarray(function(self._place(batch))), strict=False)
 
     @property

@@ -73,7 +73,7 @@ def test_shardings_follow_the_declared_axes():
     placed = sharding.parameter_shardings(mesh, declared)
     assert placed["embedding"].spec == PartitionSpec("model", "fsdp")
     assert placed["layers"]["query"].spec == PartitionSpec(None, "fsdp", "model", None)
-    assert placed["R"].shard_shape((4, 10, 10)) == (2, 10, 10)
+    assert placed["R"].shard_shape((4, 10, 10)) == (2, 5, 10)
     assert placed["scale"].is_fully_replicated
 
 

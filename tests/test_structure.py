@@ -13,6 +13,7 @@ PACKAGE = ROOT / "synthesizer_jax"
 # From the ground up: a room imports from rooms below it (or from itself).
 FLOORS = (
     ("annotations", "axes"),
+    ("activations",),
     ("scores",),
     ("ops",),
     ("mixers",),

@@ -23,7 +23,7 @@ from synthesizer_jax.analysis.hlo import Module
 from synthesizer_jax.analysis.topologies import Topology, topology
 from synthesizer_jax.models import ModelConfig, count_parameters
 from synthesizer_jax.prediction import Predictor
-from synthesizer_jax.sharding import MeshShape
+from synthesizer_jax.sharding import MeshShape, Rules
 from synthesizer_jax.training.optimizer import Optimizer
 from synthesizer_jax.training.step import Trainer
 
@@ -134,11 +134,15 @@ def report(
     z_loss: float = 1e-4,
     label_smoothing: float = 0.0,
     mesh: MeshShape | None = None,
+    rules: Rules | None = None,
+    microbatches: int = 1,
+    loss_chunks: int = 1,
 ) -> Compiled:
     """Compiles the steps of a training run, and what evaluation runs of it, for a topology.
 
     Args:
-      model, optimizer, task_feature_lengths, batch_size, pack, z_loss, label_smoothing, mesh: as `train` takes them.
+      model, optimizer, task_feature_lengths, batch_size, pack, z_loss, label_smoothing, mesh, rules, microbatches,
+        loss_chunks: as `train` takes them.
       topology: GENERATION:SIZES of a TPU slice in chips, such as v5e:4x4 or v4:4x4x8, or cpu:COUNT.
       slices: how many of them.
       steps: which of "train", "eval" and "decode".
@@ -147,7 +151,9 @@ def report(
     """
     described, on_mesh = _place(topology, slices, mesh, batch_size)
     _check_steps(steps)
-    trainer = Trainer(model, optimizer, on_mesh, z_loss=z_loss, label_smoothing=label_smoothing)
+    in_parts = {"microbatches": microbatches, "loss_chunks": loss_chunks, "rules": rules or Rules()}
+    trainer = Trainer(model, optimizer, on_mesh, z_loss=z_loss, label_smoothing=label_smoothing, **in_parts)
+    trainer.check_batch_size(batch_size)
     programs = {
         TRAIN: lambda: trainer.train_step().lower(
             trainer.abstract_state(), _batch(model, batch_size, task_feature_lengths, pack)
@@ -168,7 +174,10 @@ def preflight(arguments: Mapping[str, Any]) -> list[str]:
     a = arguments
     described, mesh = _place(a["topology"], a["slices"], a["mesh"], a["batch_size"])
     _check_steps(a["steps"])
-    Trainer(a["model"], a["optimizer"], mesh, z_loss=a["z_loss"], label_smoothing=a["label_smoothing"]).abstract_state()
+    in_parts = {name: a[name] for name in ("z_loss", "label_smoothing", "microbatches", "loss_chunks")}
+    trainer = Trainer(a["model"], a["optimizer"], mesh, rules=a["rules"] or Rules(), **in_parts)
+    trainer.check_batch_size(a["batch_size"])
+    trainer.abstract_state()
     return [f"steps: {', '.join(a['steps'])}", f"devices: {described}, {_mesh(mesh.shape)}"]
 
 

@@ -15,7 +15,7 @@ from synthesizer_jax.nn.layers import Activation
 from synthesizer_jax.scores import DotProduct, Spec
 from synthesizer_jax.scores.base import check_positive, subclasses
 
-Remat = Literal["none", "full", "dots"]
+Remat = Literal["none", "full", "dots", "attention"]
 DType = Literal["float32", "bfloat16"]
 Pooling = Literal["mean", "first"]
 
@@ -45,7 +45,9 @@ class ModelConfig(abc.ABC):
     dtype: DType = "float32"  # of the computation; softmax, norms' statistics and logits are float32 in any case
     param_dtype: DType = "float32"
     scan_layers: bool = True  # one compiled layer for all of a stack, parameters stacked along a leading axis
-    remat: Remat = "none"  # "full": recompute each layer in the backward pass; "dots": keep its matrix products
+    # What the backward pass computes again. "none": nothing; "full": each layer from its input; "dots": all but products with
+    # parameters; "attention": all but what comes out of attention, a layer's input and one or two arrays of its size.
+    remat: Remat = "none"
 
     def __post_init__(self):
         for name in ("vocab_size", "features", "mlp_features", "heads", "head_dim"):

@@ -18,6 +18,7 @@ from synthesizer_jax.models.transformer import (
     lm_head,
     next_positions,
     position_table,
+    softmax_factors,
     token_logits,
 )
 from synthesizer_jax.nn.layers import Embedding
@@ -44,15 +45,22 @@ class DecoderOnly(nnx.Module):
         decoder_segment_ids: Int[Array, "b q"] | None = None,
         decoder_positions: Int[Array, "b q"] | None = None,
         dropout_key: Array | None = None,
-    ) -> Float[Array, "b q v"]:
+        as_logits: bool = True,
+    ) -> Float[Array, "b q _v"]:
         """Logits [b, q, v] in float32 for decoder_input_tokens [b, q].
 
         Segment ids and positions, as seqio packs them: ids from 1 along a row, 0 for padding; positions counting up by
-        one from 0 within each segment. Dropout only with a dropout_key.
+        one from 0 within each segment. Dropout only with a dropout_key. as_logits=False: the vectors [b, q, e] that
+        logits are made of, see `softmax`.
         """
         check_packing({"decoder_segment_ids": decoder_segment_ids}, {"decoder_positions": decoder_positions})
         context = self.decoder.context(decoder_input_tokens, decoder_segment_ids, decoder_positions)
-        return self._logits(self.decoder(self._embed(decoder_input_tokens, decoder_positions), context, dropout_key))
+        x = self.decoder(self._embed(decoder_input_tokens, decoder_positions), context, dropout_key)
+        return self._logits(x) if as_logits else x
+
+    def softmax(self, x: Float[Array, "b q e"]) -> tuple[Float[Array, "b q e"], Float[Array, "v e"]]:
+        """What logits are the products of: vectors and the rows of a table, made of the vectors x of as_logits=False."""
+        return softmax_factors(x, self.embedding, self.lm_head)
 
     def attention_weights(self, decoder_input_tokens: Int[Array, "b q"]) -> Float[Array, "_l b h q q"]:
         """The self-attention weights, [layers, b, h, q, k] in float32: for looking at."""

@@ -16,6 +16,7 @@ from synthesizer_jax.models.config import DecoderOnlyConfig, EncoderDecoderConfi
 from synthesizer_jax.models.decoder_only import DecoderOnly
 from synthesizer_jax.models.encoder_decoder import EncoderDecoder
 from synthesizer_jax.models.encoder_only import EncoderOnly
+from synthesizer_jax.models.transformer import in_use
 from synthesizer_jax.nn.layers import Fixed
 
 Tree = dict[str, Any]  # nested: names -> arrays
@@ -50,7 +51,7 @@ def abstract(config: ModelConfig) -> tuple[Tree, Tree]:
 
 
 def bind(config: ModelConfig, trained: Tree, fixed: Tree) -> Model:
-    """The model with these parameters; cheap, for use under jit."""
+    """The model with these parameters; cheap, for use under jit. Layers gather theirs when their turn comes."""
     graph, abstract_trained, abstract_fixed = _abstract(config)
     return nnx.merge(graph, _state(abstract_trained, trained), _state(abstract_fixed, fixed))
 
@@ -87,8 +88,9 @@ def _tree(state, read) -> Tree:
 def _state(abstract_state, tree):
     flat = []
     for path, variable in nnx.to_flat_state(abstract_state):
-        leaf = tree
-        for name in map(str, path):
+        leaf, names = tree, [str(name) for name in path]
+        for name in names:
             leaf = leaf[name]
-        flat.append((path, type(variable)(leaf, axes=variable.axes)))
+        held = type(variable)(leaf, axes=variable.axes, path="/".join(names))
+        flat.append((path, held if "layers" in names else in_use(held)))
     return nnx.from_flat_state(flat)

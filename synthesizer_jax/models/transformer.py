@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from synthesizer_jax.axes import EMBED, LAYERS, LENGTH, VOCAB, Param, contract, fan_in, normal
+from synthesizer_jax import activations
+from synthesizer_jax.axes import BATCH, EMBED, LAYERS, LENGTH, VOCAB, Param, contract, fan_in, normal
 from synthesizer_jax.mixers import Mixer
 from synthesizer_jax.mixers.mixer import Cache
 from synthesizer_jax.models.config import ModelConfig
@@ -18,7 +20,12 @@ from synthesizer_jax.nn.layers import MLP, Embedding, RMSNorm, dropout, values, 
 from synthesizer_jax.scores import Dims, DotProduct, RelativePositionBias, Spec
 from synthesizer_jax.scores.base import Parameters, take_positions
 
-_REMAT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+_ATTENDED = "attended"  # what comes out of attention
+_REMAT = {
+    "full": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names(_ATTENDED),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -65,8 +72,9 @@ class Layer(nnx.Module):
     def __call__(self, x: Float[Array, "b q e"], context: Context, key: Array | None) -> Float[Array, "b q e"]:
         keys = _split(key, 4)
         attended = self.attention(self.attention_norm(x), **context.of_self_attention(), dropout_key=keys[0])
-        x = x + dropout(attended, self.rate, keys[1])
-        return x + dropout(self.mlp(self.mlp_norm(x), keys[2]), self.rate, keys[3])
+        attended = checkpoint_name(attended, _ATTENDED)
+        x = _placed(x + dropout(attended, self.rate, keys[1]))
+        return _placed(x + dropout(self.mlp(self.mlp_norm(x), keys[2]), self.rate, keys[3]))
 
     def weights(self, x: Float[Array, "b q e"], context: Context) -> Float[Array, "b h q q"]:
         """The normalised weights of self-attention, [b, h, q, k]."""
@@ -100,12 +108,14 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x: Float[Array, "b q e"], context: Context, key: Array | None) -> Float[Array, "b q e"]:
         keys = _split(key, 6)
         attended = self.attention(self.attention_norm(x), **context.of_self_attention(), dropout_key=keys[0])
-        x = x + dropout(attended, self.rate, keys[1])
+        attended = checkpoint_name(attended, _ATTENDED)
+        x = _placed(x + dropout(attended, self.rate, keys[1]))
         crossed = self.cross_attention(
             self.cross_attention_norm(x), context.encoded, **context.of_cross_attention(), dropout_key=keys[2]
         )
-        x = x + dropout(crossed, self.rate, keys[3])
-        return x + dropout(self.mlp(self.mlp_norm(x), keys[4]), self.rate, keys[5])
+        crossed = checkpoint_name(crossed, _ATTENDED)
+        x = _placed(x + dropout(crossed, self.rate, keys[3]))
+        return _placed(x + dropout(self.mlp(self.mlp_norm(x), keys[4]), self.rate, keys[5]))
 
     def weights(self, x: Float[Array, "b q e"], context: Context) -> Float[Array, "b h q q"]:
         """The normalised weights of self-attention, [b, h, q, k]."""
@@ -225,7 +235,7 @@ class Stack(nnx.Module):
     def __call__(self, x: Float[Array, "b q e"], context: Context, key: Array | None) -> Float[Array, "b q e"]:
         rate = self.config.dropout_rate
         first, layers, last = _split(key, 3)
-        x = dropout(x, rate, first)
+        x = _placed(dropout(x, rate, first))
         keys = None if layers is None else jax.random.split(layers, self.depth)
         x, _ = self.over_layers(lambda layer, x, key: (layer(x, context, key), None), x, keys)
         return dropout(self.final_norm(x), rate, last)
@@ -243,18 +253,40 @@ class Stack(nnx.Module):
         if not self.config.scan_layers:
             outs = []
             for index, layer in enumerate(self.layers):
-                entry = _entry(per_layer, index)
-                carry, out = self._remat(lambda carry, entry, layer=layer: body(layer, carry, entry))(carry, entry)
+                step = self._remat(self._with_layer(body, nnx.graphdef(layer)))
+                carry, out = step(carry, (nnx.state(layer), _entry(per_layer, index)))
                 outs.append(out)
             return carry, _stack_or_tuple(outs)
-        graph, state = nnx.split(self.layers)
-        step = self._remat(lambda carry, xs: body(nnx.merge(graph, xs[0]), carry, xs[1]))
-        return jax.lax.scan(step, carry, (state, per_layer))
+        step = self._remat(self._with_layer(body, nnx.graphdef(self.layers)))
+        return jax.lax.scan(step, carry, (nnx.state(self.layers), per_layer))
+
+    def _with_layer(self, body, graph):
+        """body as a function of a layer's parameters, which are gathered inside: what is computed again gathers again."""
+
+        def step(carry, xs):
+            state, entry = xs
+            return body(nnx.merge(graph, _all_in_use(state)), carry, entry)
+
+        return step
 
     def _remat(self, step):
         if self.config.remat == "none":
             return step
         return jax.checkpoint(step, policy=_REMAT[self.config.remat], prevent_cse=not self.config.scan_layers)
+
+
+def in_use(variable: nnx.Variable) -> nnx.Variable:
+    """A parameter as it is computed with, see activations.gather."""
+    axes = variable.axes[len(variable.axes) - len(variable.shape) :]  # without that of layers, inside a scan over it
+    return variable.replace(activations.gather(variable[...], axes, getattr(variable, "path", None)))
+
+
+def _all_in_use(state: nnx.State) -> nnx.State:
+    return jax.tree.map(in_use, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def _placed(x):
+    return activations.constrain(x, (BATCH, LENGTH, None))
 
 
 def _stacked(make, keys):
@@ -319,8 +351,19 @@ def lm_head(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Variable | None:
 def token_logits(x: Float[Array, "b q e"], embedding: Embedding, head: nnx.Variable | None) -> Float[Array, "b q v"]:
     """Logits in float32, from the head or from the embedding scaled by e^-0.5."""
     if head is None:
-        return embedding.attend(x * x.shape[-1] ** -0.5)
-    return contract("bqe,ev->bqv", x, head[...].astype(x.dtype))
+        logits = embedding.attend(x * x.shape[-1] ** -0.5)
+    else:
+        logits = contract("bqe,ev->bqv", x, head[...].astype(x.dtype))
+    return activations.constrain(logits, (BATCH, LENGTH, VOCAB))
+
+
+def softmax_factors(
+    x: Float[Array, "b q e"], embedding: Embedding, head: nnx.Variable | None
+) -> tuple[Float[Array, "b q e"], Float[Array, "v e"]]:
+    """(vectors, rows) whose products `token_logits` are."""
+    if head is None:
+        return x * x.shape[-1] ** -0.5, embedding.embedding[...]
+    return x, head[...].T
 
 
 def check_packing(segments: dict[str, Array | None], positions: dict[str, Array | None]) -> None:

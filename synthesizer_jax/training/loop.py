@@ -13,7 +13,7 @@ from etils import epath
 from synthesizer_jax import data, sharding
 from synthesizer_jax.models.batch import ENCODER_ONLY
 from synthesizer_jax.models.config import ModelConfig
-from synthesizer_jax.sharding import MeshShape
+from synthesizer_jax.sharding import MeshShape, Rules
 from synthesizer_jax.training import checkpoint, hosts, throughput, watchdog
 from synthesizer_jax.training.logging import TrainingLog, model_info, say
 from synthesizer_jax.training.optimizer import Adafactor, AdamW, Optimizer
@@ -62,6 +62,9 @@ def train(
     eval_period: int | None = 1000,
     eval_steps: int | None = 20,
     mesh: MeshShape | None = None,
+    rules: Rules | None = None,
+    microbatches: int = 1,
+    loss_chunks: int = 1,
     watchdog_seconds: float | None = 300,
     profile_steps: tuple[int, int] | None = None,
     peak_flops_per_device: float | None = None,
@@ -102,6 +105,11 @@ def train(
         None: none at all.
       eval_steps: batches of each task in an evaluation; None: all examples.
       mesh: how the devices are arranged; None: all of them share the batch.
+      rules: where arrays are split over the mesh in another way than sharding.RULES says.
+      microbatches: parts of a batch that are gone through one after the other, for less memory. The update is that of the
+        whole batch: gradients are weighed by real targets.
+      loss_chunks: parts of the vocabulary that the loss is computed in; above 1 there are never logits of a whole batch,
+        for one more product with the softmax's matrix.
       watchdog_seconds: how long a step may wait, for data, devices, a checkpoint or a batch of an evaluation, before each
         process that waits says so; None: never.
       profile_steps: (a, b): the steps from a to before b are traced to model_dir/profile.
@@ -121,14 +129,15 @@ def train(
     throughput.check_peak(peak_flops_per_device)
     watchdog.check_seconds(watchdog_seconds)
     devices = (mesh or MeshShape()).build()
-    sharding.check_batch_size(devices, batch_size)
     if mixture_or_task_module is not None:
         _import(mixture_or_task_module)
     data.check_packing(model.batch, pack)
     data.check_shards(batch_size, data_shards)
     data.check_model(mixture_or_task_name, model)
     data.check_lengths(task_feature_lengths, model.batch)
-    trainer = Trainer(model, optimizer, devices, random_seed, z_loss, label_smoothing)
+    in_parts = {"microbatches": microbatches, "loss_chunks": loss_chunks, "rules": rules or Rules()}
+    trainer = Trainer(model, optimizer, devices, random_seed, z_loss, label_smoothing, **in_parts)
+    trainer.check_batch_size(batch_size)
     for cut in data.cut_examples(
         mixture_or_task_name, task_feature_lengths, use_cached_tasks=use_cached_tasks, seed=random_seed
     ):

@@ -9,7 +9,7 @@ count as one, as in T5's joined kernels: optax alone would leave [e, h, 64] unfa
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,18 @@ from synthesizer_jax.sharding import path_name
 Schedule = Callable[[jax.typing.ArrayLike], Float[Array, ""]]
 
 
-def _with_promotion(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
-    """optax's Adam raises a float to an integer power, which JAX refuses under strict dtype promotion."""
+def _in_float32(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+    """With gradients, parameters and statistics in float32, whatever the dtype of the parameters."""
 
-    def update(gradients, state, params=None):
+    def as_float32(tree):
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+    def update(gradients, state, params):
+        # optax's Adam raises a float to an integer power, which JAX refuses under strict dtype promotion.
         with jax.numpy_dtype_promotion("standard"):
-            return transformation.update(gradients, state, params)
+            return transformation.update(as_float32(gradients), state, as_float32(params))
 
-    return optax.GradientTransformation(transformation.init, update)
+    return optax.GradientTransformation(lambda params: transformation.init(as_float32(params)), update)
 
 
 def _ramp(step, steps: int):
@@ -124,6 +128,9 @@ class AdamW:
     epsilon: float = 1e-8
     weight_decay: float = 0.0  # of matrices; vectors (scales, biases) are left alone
     max_gradient_norm: float | None = 1.0  # gradients are scaled down to this norm over all parameters; None: never
+    # Of the first moment. The second stays float32: at b2 = 0.999 its changes are below bfloat16's spacing, 2^-8. Adafactor
+    # keeps too little to save on.
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):
         _check_schedule("AdamW", self.learning_rate)
@@ -133,15 +140,23 @@ class AdamW:
         _check("AdamW.weight_decay", self.weight_decay, self.weight_decay >= 0, ">= 0")
         limit = self.max_gradient_norm
         _check("AdamW.max_gradient_norm", limit, limit is None or limit > 0, "> 0 or None")
+        if self.moment_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"AdamW.moment_dtype: expected 'float32' or 'bfloat16', got {self.moment_dtype!r}")
 
     def build(self, declared: Any) -> optax.GradientTransformation:
         """For parameters declared by a tree of Declared(shape, dtype, axes)."""
         matrices = jax.tree.map(lambda leaf: len(_layout(leaf).shape) > 1, declared)
         clip = optax.identity() if self.max_gradient_norm is None else optax.clip_by_global_norm(self.max_gradient_norm)
         adam = optax.adamw(
-            self.learning_rate, self.b1, self.b2, self.epsilon, weight_decay=self.weight_decay, mask=matrices
+            self.learning_rate,
+            self.b1,
+            self.b2,
+            self.epsilon,
+            mu_dtype=jnp.dtype(self.moment_dtype),
+            weight_decay=self.weight_decay,
+            mask=matrices,
         )
-        return _with_promotion(optax.chain(clip, adam))
+        return _in_float32(optax.chain(clip, adam))
 
 
 Optimizer = Adafactor | AdamW

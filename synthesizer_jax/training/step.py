@@ -1,6 +1,7 @@
 """One training step and one evaluation step: pure functions, jitted over a mesh with a donated state."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +11,19 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from synthesizer_jax import sharding
+from synthesizer_jax import activations, sharding
+from synthesizer_jax.axes import BATCH, VOCAB
 from synthesizer_jax.models import parameters
-from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, BatchKeys
+from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, ENCODER_ONLY, BatchKeys
 from synthesizer_jax.models.config import ModelConfig
 from synthesizer_jax.models.parameters import Declared
-from synthesizer_jax.training.loss import LossSums, check_loss_settings, cross_entropy
+from synthesizer_jax.training.loss import (
+    LossSums,
+    check_chunks,
+    check_loss_settings,
+    chunked_cross_entropy,
+    cross_entropy,
+)
 from synthesizer_jax.training.optimizer import Optimizer, declare_state
 
 Batch = Mapping[str, Int[Array, "b *t"]]
@@ -43,9 +51,34 @@ class Trainer:
     seed: int = 0  # of initial values and dropout
     z_loss: float = 1e-4  # weight of log(Z)^2, which keeps logits from drifting
     label_smoothing: float = 0.0  # probability given to the other tokens or classes
+    microbatches: int = 1  # parts of a batch whose gradients are added up one after the other: less memory
+    loss_chunks: int = 1  # parts of the vocabulary that the loss goes through; above 1 the logits are never whole
+    rules: sharding.Rules = sharding.Rules()  # where they differ from sharding.RULES
 
     def __post_init__(self):
         check_loss_settings(self.z_loss, self.label_smoothing)
+        count = self.microbatches
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"microbatches: expected a whole number >= 1, got {count!r}")
+        if self.config.batch == ENCODER_ONLY:
+            if self.loss_chunks != 1:
+                raise ValueError(
+                    f"loss_chunks: expected 1, as a classifier has no vocabulary of targets, got {self.loss_chunks}"
+                )
+            return
+        vocab_axes = activations.names(self.rules.table[VOCAB])
+        shards = math.prod(self.mesh.shape[name] for name in vocab_axes)
+        check_chunks(self.loss_chunks, self.config.vocab_size, shards if self.config.vocab_size % shards == 0 else 1)
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """ValueError unless the rows divide over the devices that share a batch, and each device's over microbatches."""
+        sharding.check_batch_size(self.mesh, batch_size)
+        shards = self.mesh.shape[sharding.DATA] * self.mesh.shape[sharding.FSDP]
+        if batch_size % (shards * self.microbatches):
+            raise ValueError(
+                f"microbatches={self.microbatches}: batch_size={batch_size} does not divide over data x fsdp x microbatches = "
+                f"{shards} x {self.microbatches}; use a multiple of {shards * self.microbatches}, or fewer microbatches"
+            )
 
     def declared_state(self) -> TrainState:
         """The shape, dtype and logical axes of everything in the state."""
@@ -55,10 +88,16 @@ class Trainer:
 
     def abstract_state(self) -> TrainState:
         """The state as jax.ShapeDtypeStructs with shardings. ValueError where a parameter does not fit the mesh."""
-        return sharding.shaped(self.mesh, self.declared_state())
+        declared = self.declared_state()
+        sharding.check_rules(self.rules, declared.params, declared.fixed)
+        return sharding.shaped(self.mesh, declared, self.rules)
 
     def init(self) -> TrainState:
         """The state before the first step, born in its shards."""
+        return self.initial_program()(self.seed)
+
+    def initial_program(self) -> "OnMesh":
+        """seed -> the state before the first step."""
         placed = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
 
         def init(seed):
@@ -67,13 +106,13 @@ class Trainer:
 
         # LLVM compiles a tiny model's random draws in 2 s at this level, in 11 s at its default; the bits are equal.
         fast = {"xla_backend_optimization_level": 1} if self.mesh.devices.flat[0].platform == "cpu" else {}
-        with jax.set_mesh(self.mesh):
-            return jax.jit(init, static_argnums=0, out_shardings=placed, compiler_options=fast)(self.seed)
+        jitted = jax.jit(init, static_argnums=0, out_shardings=placed, compiler_options=fast)
+        return OnMesh(jitted, self.mesh, self.rules)
 
     def init_from(self, trained: Any, fixed: Any) -> TrainState:
         """The state before the first step of training on from given parameters, which it takes over."""
         placed = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
-        with jax.set_mesh(self.mesh):
+        with self._placed():
             return jax.jit(self._start, out_shardings=placed, donate_argnums=(0, 1))(trained, fixed)
 
     def _start(self, trained, fixed):
@@ -90,14 +129,19 @@ class Trainer:
 
         def step(state, batch):
             check_batch(batch, keys)
+            self.check_batch_size(batch[keys.targets].shape[0])
             key = jax.random.fold_in(jax.random.key(self.seed), state.step)
             weight = jnp.maximum(jnp.sum(batch[keys.weights].astype(jnp.float32)), 1)
 
-            def objective(trained):
-                sums = self._loss(trained, state.fixed, batch, key)
+            def objective(trained, part, key):
+                sums = self._loss(trained, state.fixed, part, key)
                 return sums.total / weight, sums
 
-            gradients, sums = jax.grad(objective, has_aux=True)(state.params)
+            def gradients_of(part, key):
+                gradients, sums = jax.grad(objective, has_aux=True)(state.params, part, key)
+                return self._in_parts(gradients), sums
+
+            gradients, sums = self._over_microbatches(gradients_of, batch, key)
             updates, opt_state = transformation.update(gradients, state.opt_state, state.params)
             params = jax.tree.map(_add, state.params, updates)
             metrics = self._sums(sums) | {
@@ -110,34 +154,56 @@ class Trainer:
 
         return self._jit(step, donate_argnums=0, with_state=True)
 
+    def _over_microbatches(self, gradients_of, batch, key):
+        """The sum of (gradients, sums) over the microbatches, gradients in float32; each has its own dropout.
+
+        They are weighed by the real targets of the whole batch, so that the sum is the gradient of the whole batch, even
+        where one microbatch has few targets or none.
+        """
+        count = self.microbatches
+        if count == 1:
+            return gradients_of(batch, key)
+        parts = {name: _microbatches(rows, count) for name, rows in batch.items()}
+
+        def one(total, xs):
+            index, part = xs
+            gradients, sums = gradients_of(part, jax.random.fold_in(key, index))
+            gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+            return jax.tree.map(jnp.add, total, (gradients, sums)), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), parameters.abstract(self.config)[0])
+        start = (self._in_parts(zeros), LossSums(*[jnp.float32(0)] * len(LossSums._fields)))
+        return jax.lax.scan(one, start, (jnp.arange(count), parts))[0]
+
+    def _in_parts(self, gradients):
+        """Gradients split as their parameters are stored: what is summed over devices is scattered over them as well."""
+        placed = sharding.parameter_shardings(self.mesh, parameters.abstract(self.config)[0], self.rules)
+        return jax.tree.map(lambda g, s: jax.lax.with_sharding_constraint(g, s.spec), gradients, placed)
+
     def eval_step(self) -> "OnMesh":
         """(state, batch) -> the sums loss, accuracy, weight and nats, without dropout, label smoothing and z-loss."""
         keys = self.config.batch
 
         def step(state, batch):
             check_batch(batch, keys)
-            logits = self._logits(state.params, state.fixed, batch, None)
-            return self._sums(cross_entropy(logits, batch[keys.targets], batch[keys.weights]))
+            return self._sums(self._loss(state.params, state.fixed, batch, None, z_loss=0.0, label_smoothing=0.0))
 
         return self._jit(step)
 
     def _transformation(self) -> optax.GradientTransformation:
         return self.optimizer.build(parameters.abstract(self.config)[0])
 
-    def _loss(self, trained, fixed, batch, key):
-        logits = self._logits(trained, fixed, batch, key if self.config.dropout_rate > 0 else None)
-        return cross_entropy(
-            logits,
-            batch[self.config.batch.targets],
-            batch[self.config.batch.weights],
-            z_loss=self.z_loss,
-            label_smoothing=self.label_smoothing,
-        )
-
-    def _logits(self, trained, fixed, batch, key):
+    def _loss(self, trained, fixed, batch, key, **settings):
+        keys = self.config.batch
+        settings = {"z_loss": self.z_loss, "label_smoothing": self.label_smoothing} | settings
         model = parameters.bind(self.config, trained, fixed)
-        packing = {name: batch[name] for name in self.config.batch.packing if name in batch}
-        return model(*(batch[name] for name in self.config.batch.inputs), dropout_key=key, **packing)
+        arguments = {name: batch[name] for name in (*keys.inputs, *keys.packing) if name in batch}
+        arguments |= {"dropout_key": key if self.config.dropout_rate > 0 else None}
+        targets = (batch[keys.targets], batch[keys.weights])
+        if self.loss_chunks == 1:
+            return cross_entropy(model(**arguments), *targets, **settings)
+        x, table = model.softmax(model(**arguments, as_logits=False))
+        return chunked_cross_entropy(x, table, *targets, chunks=self.loss_chunks, **settings)
 
     def _sums(self, sums: LossSums) -> Metrics:
         metrics = {"loss": sums.total, "accuracy": sums.correct, "weight": sums.weight}
@@ -148,23 +214,28 @@ class Trainer:
         metrics = sharding.replicated(self.mesh)
         outputs = (placed, metrics) if with_state else metrics
         inputs = (placed, sharding.batch_sharding(self.mesh))
-        return OnMesh(jax.jit(step, in_shardings=inputs, out_shardings=outputs, **options), self.mesh)
+        jitted = jax.jit(step, in_shardings=inputs, out_shardings=outputs, **options)
+        return OnMesh(jitted, self.mesh, self.rules)
+
+    def _placed(self):
+        return sharding.on(self.mesh, self.rules)
 
 
 @dataclasses.dataclass(frozen=True)
 class OnMesh:
-    """A jitted function that is always called, and lowered, with its mesh set."""
+    """A jitted function that is always called, and lowered, on its mesh."""
 
     jitted: Any
     mesh: Mesh
+    rules: sharding.Rules
 
     def __call__(self, *args):
-        with jax.set_mesh(self.mesh):
+        with sharding.on(self.mesh, self.rules):
             return self.jitted(*args)
 
     def lower(self, *args) -> jax.stages.Lowered:
         """To compile without arrays: args may be jax.ShapeDtypeStructs."""
-        with jax.set_mesh(self.mesh):
+        with sharding.on(self.mesh, self.rules):
             return self.jitted.lower(*args)
 
 
@@ -184,6 +255,12 @@ def check_batch(batch: Mapping[str, Any], keys: BatchKeys = ENCODER_DECODER) -> 
     for name in batch:
         if not jnp.issubdtype(batch[name].dtype, jnp.integer) and name != keys.weights:
             raise ValueError(f"batch[{name!r}]: expected whole numbers, got {batch[name].dtype}")
+
+
+def _microbatches(rows: Int[Array, "b *t"], count: int) -> Int[Array, "m b2 *t"]:
+    """The rows of a batch in `count` parts, of each device's own rows: nothing moves between devices."""
+    parts = rows.reshape(rows.shape[0] // count, count, *rows.shape[1:]).swapaxes(0, 1)
+    return activations.constrain(parts, (None, BATCH, *[None] * (rows.ndim - 1)))
 
 
 def _real(batch: Batch) -> dict[str, Array]:
