@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from test_checkpoint_damage import take_state
 
 from synthesizer_jax import data
 from synthesizer_jax.models import t5_tiny
@@ -125,6 +127,25 @@ def test_a_checkpoint_has_the_place_before_the_batch_that_was_read_ahead(trained
     shutil.rmtree(tmp_path / "run" / "checkpoint_4")
     again = train(**arguments(tmp_path / "run"))
     assert again.metrics == {name: value for name, value in entries(folder, "train")[3].items() if name != "step"}
+
+
+def test_a_run_goes_on_from_the_last_whole_checkpoint(trained, tmp_path, capfd):
+    """The damage shows only when arrays are read; then all is as if the damaged checkpoint had not been written yet."""
+    folder, result = trained
+    run = shutil.copytree(folder, tmp_path / "run")
+    take_state(run / "checkpoint_4", run / "checkpoint_3")
+    capfd.readouterr()
+    again = train(**arguments(run))
+    said = capfd.readouterr().err
+    assert re.search("checkpoint_4 is damaged: other values than were saved in .*; checkpoint_3 is taken instead", said)
+    assert "run/checkpoint_4 to checkpoint_4.damaged; remove it when you do not need it" in said
+    assert f"goes on from {run}/checkpoint_3" in said
+    for (name, a), (_, b) in zip(named_leaves(again.state), named_leaves(result.state), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+    assert entries(run, "train") == entries(folder, "train")
+    names = sorted(path.name for path in run.iterdir() if path.name.startswith("checkpoint"))
+    assert names == ["checkpoint_3", "checkpoint_4", "checkpoint_4.damaged"]
+    assert checkpoint.find(run).name == "checkpoint_4"
 
 
 def test_a_run_stopped_in_an_evaluation_makes_it_again(tmp_path, monkeypatch):
