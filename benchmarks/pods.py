@@ -1,7 +1,7 @@
 """What the TPU compiler says of our configurations on slices of TPUs: docs/pods.md. No TPU is needed.
 
-    python benchmarks/pods.py run [SECTION ...]   # compiles what is not in docs/pods.jsonl yet, a line for each; hours in all
-    python benchmarks/pods.py write               # docs/pods.md from it
+    python benchmarks/pods.py run [SECTION ...] [--only TEXT]   # what is not in docs/pods.jsonl yet, a line each; hours in all
+    python benchmarks/pods.py write                             # docs/pods.md from it
 
 Every configuration is one call of `python -m synthesizer_jax compile`. A run that is stopped goes on where it was; a line that
 is deleted from docs/pods.jsonl is made again.
@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 
 from synthesizer_jax import launch
+from synthesizer_jax.analysis.topologies import GENERATIONS
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 LINES, PAGE = DOCS / "pods.jsonl", DOCS / "pods.md"
@@ -51,7 +52,7 @@ class Case:
 
 def mesh(**axes: int) -> tuple[str, ...]:
     """Flags for a mesh."""
-    return ("compile.mesh=@MeshShape()", *(f"MeshShape.{name}={size}" for name, size in axes.items()))
+    return tuple(f"MESH_{name.upper()}={size}" for name, size in axes.items())
 
 
 BF16 = 'DTYPE="bfloat16"'
@@ -80,7 +81,7 @@ def largest() -> Iterator[Case]:
             *lengths(LENGTHS),
             *mesh(data=1, fsdp=chips),
             "PACK=False",
-            f"compile.microbatches={128 // chips}",
+            f"MICROBATCHES={128 // chips}",
         )
         yield Case("11b", topology, topology, "train", files, ("BATCH_SIZE=128", *flags))
 
@@ -96,11 +97,11 @@ def memory() -> Iterator[Case]:
     """One thing at a time, base R+V on 4 chips of 32 sequences in all."""
     variants = {
         "as it is": (),
-        "4 microbatches": ("compile.microbatches=4",),
+        "4 microbatches": ("MICROBATCHES=4",),
         "remat": (FULL,),
-        "8 loss chunks": ("compile.loss_chunks=8",),
+        "8 loss chunks": ("LOSS_CHUNKS=8",),
         "fsdp": mesh(data=1, fsdp=4),
-        "all of these": (FULL, "compile.microbatches=4", "compile.loss_chunks=8", *mesh(data=1, fsdp=4)),
+        "all of these": (FULL, "MICROBATCHES=4", "LOSS_CHUNKS=8", *mesh(data=1, fsdp=4)),
     }
     for name, flags in variants.items():
         given = (BF16, "PACK=False", "BATCH_SIZE=32", *flags)
@@ -178,11 +179,11 @@ def count(topology: str) -> int:
 # Compiling
 
 
-def run(sections: list[str]) -> None:
-    """Compiles the cases of these sections that have no line."""
+def run(sections: list[str], only: str) -> None:
+    """Compiles the cases of these sections, with `only` in their names, that have no line."""
     for section in sections:
         for case in SECTIONS[section]():
-            if (section, case.name) not in lines():
+            if only in case.name and (section, case.name) not in lines():
                 start = time.time()
                 found = compiled(case)
                 with LINES.open("a") as file:
@@ -246,6 +247,8 @@ def _page(found) -> Iterator[str]:
     yield "# Pods, by the TPU compiler"
     yield ""
     yield INTRODUCTION
+    yield ""
+    yield from _generations()
     for section, title, text, table in (
         ("paper", "The paper's C4 model", PAPER, _paper),
         ("11b", "T5 11B", ELEVEN, _memory_table),
@@ -264,6 +267,13 @@ def _page(found) -> Iterator[str]:
             yield f"\nNot compiled yet: {', '.join(missing)}."
         if rows:
             yield f"\nFor example: `{next(iter(rows.values()))['command']}`"
+
+
+def _generations() -> Iterator[str]:
+    yield "| TPU | devices a chip | GiB of HBM of a device | of which a program may have |"
+    yield "| --- | ---: | ---: | ---: |"
+    for name, generation in GENERATIONS.items():
+        yield f"| {name} | {generation.devices} | {generation.memory} | {generation.usable} |"
 
 
 def _step(line: dict, name: str = "train") -> dict:
@@ -407,8 +417,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "write"))
     parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], default=[])
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows with this in their name")
     arguments = parser.parse_args()
-    run(arguments.sections or list(SECTIONS)) if arguments.what == "run" else write()
+    if arguments.what == "run":
+        run(arguments.sections or list(SECTIONS), arguments.only)
+    else:
+        write()
 
 
 if __name__ == "__main__":

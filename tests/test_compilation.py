@@ -98,12 +98,15 @@ def test_the_report_as_text_and_as_json(tmp_path, capsys):
 def test_a_training_runs_own_files_and_flags_serve():
     """Its optimizer, batch and model count; where it trains, on what and how long is of no interest."""
     flags = ['MODEL_DIR="runs/x"', "TRAIN_STEPS=5", 'MIXTURE_OR_TASK_NAME="nothing"', "BATCH_SIZE=64", "Z_LOSS=0.0"]
-    flags += ['compile.topology="cpu:8"', "train.eval_period=7", 'TASK_FEATURE_LENGTHS={"inputs": 8, "targets": 8}']
+    flags += ["MICROBATCHES=2", "LOSS_CHUNKS=4", "MESH_MODEL=2", 'PARAM_DTYPE="bfloat16"', 'TOPOLOGY="cpu:8"']
+    flags += ["compile.topology=%TOPOLOGY", "train.eval_period=7", 'TASK_FEATURE_LENGTHS={"inputs": 8, "targets": 8}']
     plan = launch.make_plan("compile", ["models/t5_tiny.gin", "attention/R.gin", "runs/t2t.gin"], flags)
-    assert plan.arguments["model"] == sj.t5_tiny("R") and isinstance(plan.arguments["optimizer"], AdamW)
-    assert (plan.arguments["batch_size"], plan.arguments["z_loss"]) == (64, 0.0)
+    assert plan.arguments["model"] == sj.t5_tiny("R", param_dtype="bfloat16")
+    assert isinstance(plan.arguments["optimizer"], AdamW)
+    settings = {"batch_size": 64, "z_loss": 0.0, "microbatches": 2, "loss_chunks": 4, "mesh": MeshShape(model=2)}
+    assert settings.items() <= plan.arguments.items()
     assert plan.task_modules == () and "model_dir" not in plan.arguments
-    assert plan.preflight() == ["steps: train, eval, decode", "devices: cpu:8 (8 CPUs), data=8 x fsdp=1 x model=1"]
+    assert plan.preflight() == ["steps: train, eval, decode", "devices: cpu:8 (8 CPUs), data=4 x fsdp=1 x model=2"]
     with pytest.raises(ValueError, match="--gin.TRAIN_STEP: nothing in `compile` refers to the macro TRAIN_STEP"):
         launch.make_plan("compile", ["models/t5_tiny.gin", "runs/t2t.gin"], [*flags, "TRAIN_STEP=4"])
     with pytest.raises(ValueError, match="--gin.SPLIT: nothing in `compile` refers to the macro SPLIT; leave it out"):
