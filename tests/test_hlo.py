@@ -192,6 +192,61 @@ def test_bytes_through_memory_of_a_program_that_can_be_added_up_by_hand():
     assert [times for _, one, times in executed if one.name == "row"] == [6]
 
 
+UNDER_WAY = """
+%start (param_0: f32[2,100]) -> (f32[2,100], f32[8,100], u32[]) {
+  %param_0 = f32[2,100]{1,0} parameter(0)
+  %gather.1 = f32[8,100]{1,0} all-gather(%param_0), channel_id=6, replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %tuple.1 = (f32[2,100]{1,0}, f32[8,100]{1,0}, u32[]{S(2)}) tuple(%param_0, %gather.1, %gather.1)
+}
+
+%async_collective_fusion.9 (param_1: f32[2,100], param_2: f32[8,100], param_3: f32[50]) -> (f32[50], f32[2,100], f32[8,100]) {
+  %param_3 = f32[50]{0} parameter(2)
+  %work = f32[50]{0} negate(%param_3)
+  %param_1 = f32[2,100]{1,0} parameter(0)
+  %param_2 = f32[8,100]{1,0} parameter(1)
+  %gather.2 = f32[8,100]{1,0} all-gather(%param_1), channel_id=6, replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %tuple.2 = (f32[50]{0}, f32[2,100]{1,0}, f32[8,100]{1,0}) tuple(%work, %param_1, %gather.2)
+}
+
+%done (param_4: f32[2,100], param_5: f32[8,100]) -> f32[8,100] {
+  %param_4 = f32[2,100]{1,0} parameter(0)
+  %param_5 = f32[8,100]{1,0} parameter(1)
+  ROOT %gather.3 = f32[8,100]{1,0} all-gather(%param_4), channel_id=6, replica_groups=[2,4]<=[8], dimensions={0}
+}
+
+%all-reduce-scatter.1 (param_6: f32[8,100]) -> f32[2,100] {
+  %param_6 = f32[8,100]{1,0} parameter(0)
+  %place = s32[]{S(2)} partition-id()
+  %sum.1 = f32[8,100]{1,0} all-reduce(%param_6), channel_id=1, replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %mine = f32[2,100]{1,0} dynamic-slice(%sum.1, %place, %place), dynamic_slice_sizes={2,100}
+}
+
+ENTRY %main (p: f32[2,100], q: f32[50]) -> f32[2,100] {
+  %p = f32[2,100]{1,0} parameter(0)
+  %q = f32[50]{0} parameter(1)
+  %async-collective-start.5 = (f32[2,100]{1,0}, f32[8,100]{1,0}, u32[]{S(2)}) fusion(%p), kind=kCustom, output_to_operand_aliasing={{0}: (0, {})}, calls=%start
+  %one = f32[2,100]{1,0} get-tuple-element(%async-collective-start.5), index=0
+  %all = f32[8,100]{1,0} get-tuple-element(%async-collective-start.5), index=1
+  %fusion.9 = (f32[50]{0}, f32[2,100]{1,0}, f32[8,100]{1,0}) fusion(%one, %all, %q), kind=kOutput, output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {})}, calls=%async_collective_fusion.9
+  %more = f32[8,100]{1,0} get-tuple-element(%fusion.9), index=2
+  %async-collective-done.5 = f32[8,100]{1,0} fusion(%one, %more), kind=kCustom, output_to_operand_aliasing={{}: (1, {})}, calls=%done
+  ROOT %fusion.2 = f32[2,100]{1,0} fusion(%async-collective-done.5), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_a_collective_that_goes_on_beside_other_work_counts_once():
+    """TPU: it begins in one fusion, goes on in others, which hand its buffers on, and ends in a last one."""
+    module = Module.parse(UNDER_WAY)
+    executed = traffic.executed(module)
+    gather, scatter = collectives(module, executed, MESH)
+    assert (gather.kind, gather.axes, gather.times, gather.shape, gather.sent) == (
+        "all-gather", "fsdp x model", 1, (8, 100), 3 * 800,
+    )  # fmt: skip
+    assert (scatter.kind, scatter.axes, scatter.bytes, scatter.sent) == ("reduce-scatter", "fsdp x model", 3200, 2400)
+    assert traffic.memory_bytes(module, executed) == (800 + 3200) + (200 + 200) + (3200 + 800)
+
+
 def test_a_text_without_a_program_is_refused():
     with pytest.raises(ValueError, match="text: expected a compiled program's, with an ENTRY computation"):
         Module.parse("module @jit_f {}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from synthesizer_jax.analysis.hlo import Computation, Instruction, Module, is_collective
+from synthesizer_jax.analysis.hlo import Computation, Instruction, Module, goes_on, is_collective
 from synthesizer_jax.analysis.traffic import Executed
 
 # Bytes that a device sends, where n take part and each brings one byte: XLA's ring algorithms, the least possible.
@@ -52,7 +52,7 @@ def _found(module: Module, program: Executed) -> Iterator[tuple[str, Computation
     for computation, instruction, times in program:
         if is_collective(instruction):
             yield instruction.opcode.removesuffix("-start"), computation, instruction, times
-        elif instruction.opcode in ("fusion", "async-start"):
+        elif instruction.opcode in ("fusion", "async-start") and not goes_on(instruction):
             inner = module.computations.get(instruction.called() or "", {})
             for found in inner.values():
                 if is_collective(found):

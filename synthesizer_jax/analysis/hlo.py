@@ -80,6 +80,16 @@ class Instruction:
         return found[1] if found else ""
 
     @functools.cached_property
+    def aliases(self) -> dict[int, int]:
+        """Of a fusion: the results that are an operand's own buffer, by their numbers."""
+        found = re.search(r"output_to_operand_aliasing=\{(.*?\)\})", self.attributes)
+        return (
+            {int(out or 0): int(operand) for out, operand in re.findall(r"\{(\d*)\}: \((\d+)", found[1])}
+            if found
+            else {}
+        )
+
+    @functools.cached_property
     def bytes(self) -> int:
         return sum(array.bytes for array in self.results)
 
@@ -184,6 +194,13 @@ _COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
+
+
+def goes_on(instruction: Instruction) -> bool:
+    """Whether a TPU's fusion only goes on with a collective that an earlier one, async-collective-start, has begun."""
+    return instruction.name.startswith("async-collective-done") or (instruction.called() or "").startswith(
+        "async_collective_fusion"
+    )
 
 
 def is_collective(instruction: Instruction) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from synthesizer_jax.analysis.hlo import Computation, Instruction, Module, is_collective
+from synthesizer_jax.analysis.hlo import Computation, Instruction, Module, goes_on, is_collective
 
 FREE = {  # neither read nor write main memory by themselves
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
@@ -57,7 +57,7 @@ def memory_bytes(module: Module, program: Executed) -> int:
 
 def _moved(module: Module, computation: Computation, instruction: Instruction) -> int:
     opcode, operands = instruction.opcode, computation.operands(instruction)
-    if opcode in FREE or opcode.endswith(("-done", "-update")):
+    if opcode in FREE or opcode.endswith(("-done", "-update")) or instruction.name.startswith("async-collective-done"):
         return 0
     if opcode == "custom-call" and any(f'"{name}"' in instruction.attributes for name in _FREE_CALLS):
         return 0
@@ -96,10 +96,11 @@ def _async(module: Module, instruction: Instruction, operands: list[Instruction]
 
 def _fusion(module: Module, instruction: Instruction, operands: list[Instruction]) -> int:
     inner = module.computations[instruction.called()]
+    passed = set(instruction.aliases.values()) if goes_on(instruction) else set()  # buffers of a collective under way
     read = 0
     for number, operand in enumerate(operands):
         whole = operand.in_memory
-        if whole and number in inner.parameters:
+        if whole and number in inner.parameters and number not in passed:
             read += min(whole, _read(module, inner, inner.parameters[number], whole))
     return read + _written(module, instruction, inner)
 
@@ -145,10 +146,13 @@ def _written(module: Module, instruction: Instruction, inner: Computation) -> in
     results = _behind(inner, inner.root, ("bitcast", "copy"))
     parts = inner.operands(results) if results.opcode == "tuple" else [results]
     if len(parts) != len(instruction.results):
-        return instruction.in_memory
+        return 0 if goes_on(instruction) else instruction.in_memory
+    passed = (
+        instruction.aliases if goes_on(instruction) or instruction.name.startswith("async-collective-start") else {}
+    )
     written = 0
-    for array, part in zip(instruction.results, parts, strict=True):
-        if array.space == 0:
+    for number, (array, part) in enumerate(zip(instruction.results, parts, strict=True)):
+        if array.space == 0 and number not in passed:
             written += min(array.bytes, _update_bytes(module, inner, part, array.bytes))
     return written
 
