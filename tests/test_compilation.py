@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -167,6 +168,22 @@ def test_flags_of_compile_are_not_for_other_commands(capsys, tmp_path):
     assert "--topology, --json: of `compile` only, not of `costs`" in capsys.readouterr().err
     assert main(["compile", "--gin_file=experiments/c4/V.gin", "--topology=cpu:8", f"--json={tmp_path}/no/x"]) == 2
     assert f"--json: no such directory: {tmp_path}/no" in capsys.readouterr().err
+
+
+def test_every_row_of_docs_pods_is_a_command_that_is_understood():
+    path = pathlib.Path(__file__).parents[1] / "benchmarks" / "pods.py"
+    spec = importlib.util.spec_from_file_location("pods", path)
+    pods = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pods)
+    cases = [case for section in pods.SECTIONS.values() for case in section()]
+    assert len({(case.section, case.name) for case in cases}) == len(cases)
+    for case in cases:
+        plan = launch.make_plan("compile", case.files, [*case.flags, f'compile.topology="{case.topology}"'])
+        assert plan.arguments["batch_size"] % pods.count(case.topology) == 0
+    files = {name for case in cases for name in case.files}
+    assert {name for name in launch.shipped_files() if name.startswith(("models/", "attention/"))} - files == {
+        "models/options.gin"
+    }
 
 
 # What does not fit
