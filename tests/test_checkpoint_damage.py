@@ -185,6 +185,13 @@ def test_damage_that_shows_when_it_is_read(trainer, two_large, capfd, name):
         checkpoint.restore(two_large / "checkpoint_20", trainer.abstract_state())
 
 
+def test_training_begins_with_the_parameters_of_the_last_whole_checkpoint(trainer, two_large):
+    flip(*place_of_data(two_large / "checkpoint_20"))
+    params, fixed = checkpoint.initial_params(two_large, trainer.mesh, CONFIG, seed=0)
+    assert_equal_trees(params, filled(trainer, 10).params)
+    assert_equal_trees(fixed, filled(trainer, 10).fixed)
+
+
 def test_a_second_damaged_checkpoint_of_a_step_gets_a_name_of_its_own(two):
     empty(two / "checkpoint_20")
     (two / "checkpoint_20.damaged").mkdir()

@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 import seqio
 import tensorflow as tf
 from t5.evaluation import metrics
+from test_checkpoint_damage import take_state
 
 import synthesizer_jax as sj
 from synthesizer_jax.__main__ import main
@@ -271,3 +273,43 @@ def test_dry_runs_tell_the_batch_of_the_kind_of_model(folders, tmp_path, capsys,
     else:
         assert "labels [8] int32" in told and "-> logits [8, 3] float32" in told
         assert main(["infer", "--gin_file=runs/infer.gin", *flags, "--dry_run"]) == 0
+
+
+@pytest.mark.parametrize("function", [evaluate, infer])
+def test_a_damaged_checkpoint_is_passed_over(folders, tmp_path, capfd, function):
+    """Also where the damage shows only when parameters are read; results are of the one before, by its step."""
+    model_dir = shutil.copytree(folders[CLASSIFIER], tmp_path / "run")
+    trained, fixed = jax.tree.map(jnp.zeros_like, drawn(CLASSIFIER))
+    with CheckpointWriter(str(model_dir)) as writer:
+        writer.save(STEP + 1, {"params": trained, "fixed": fixed}, CLASSIFIER, {})
+    take_state(model_dir / f"checkpoint_{STEP + 1}", model_dir / f"checkpoint_{STEP}")
+    whole = run(function, folders, CLASSIFIER, "kinds_test_words", tmp_path / "whole")
+    capfd.readouterr()
+    other = run(function, {CLASSIFIER: model_dir}, CLASSIFIER, "kinds_test_words", tmp_path / "other")
+    assert f"checkpoint_{STEP + 1} is damaged: other values than were saved in " in capfd.readouterr().err
+    name = f"kinds_test_words-{STEP}.jsonl"
+    assert (tmp_path / "other" / name).read_text() == (tmp_path / "whole" / name).read_text()
+    assert other == whole if function is evaluate else other == [str(tmp_path / "other" / name)]
+
+    (model_dir / f"checkpoint_{STEP + 1}/state/_METADATA").unlink()
+    flags = [
+        f'CHECKPOINT_PATH="{model_dir}"',
+        'MIXTURE_OR_TASK_NAME="kinds_test_words"',
+        f'TASK_FEATURE_LENGTHS={{"inputs": {LENGTH}}}',
+    ]
+    assert (
+        main(
+            [
+                function.__name__,
+                f"--gin_file=runs/{function.__name__}.gin",
+                *(f"--gin.{flag}" for flag in flags),
+                "--dry_run",
+            ]
+        )
+        == 0
+    )
+    told = capfd.readouterr().out
+    assert (
+        f"checkpoint_{STEP + 1} is damaged: state/_METADATA is missing\ncheckpoint: {model_dir}/checkpoint_{STEP}\n"
+        in told
+    )
