@@ -127,8 +127,9 @@ def _described(name: str, sizes: list[int], slices: int, options: dict[str, str]
 
 
 def _cpus(count: int) -> tuple[jax.Device, ...]:
-    with contextlib.suppress(RuntimeError):  # this process has its CPU devices already
-        jax.config.update("jax_num_cpu_devices", count)
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # this process has its CPU devices already
+            jax.config.update("jax_num_cpu_devices", count)
     found = jax.devices("cpu")
     if len(found) < count or count < 1:
         raise ValueError(f"topology: expected at most {len(found)} CPU devices in this process, got cpu:{count}")
