@@ -31,15 +31,16 @@ _MAY_RECOVER = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "RESOURCE
 
 
 def saved_arrays(checkpoint: epath.PathLike, top: Sequence[str] | None = None) -> dict[str, Any]:
-    """path -> what is known (shape, dtype, ...) of each saved array, below the paths `top`; None: of all."""
+    """path -> what is known (shape, dtype, ...) of each saved array, below the paths `top`; None: of all.
+
+    All hosts must call it.
+    """
 
     def read():
         metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(checkpoint).absolute() / STATE)
         return dict(sharding.named_leaves(metadata.tree))
 
-    found, reason = _attempt(read)
-    if reason:
-        raise Damaged(checkpoint, reason)
+    found = _attempt(checkpoint, read)
     integrity.check_declared(checkpoint, found)
     return {name: leaf for name, leaf in found.items() if top is None or below(name, top)}
 
@@ -75,7 +76,7 @@ def restore(checkpoint: epath.PathLike, target: Any, top: Sequence[str] | None) 
     parts = layouts.parts(saved, wanted)
     changing = [part for part in parts if layouts.changes(part, saved, wanted)]
     _tell_changes(checkpoint, changing, saved, wanted)
-    unchanged = [part for part in parts if part not in changing]
+    unchanged = [part for part in parts if not layouts.changes(part, saved, wanted)]
     arrays = {}
     for group in [unchanged, *layouts.groups(changing, saved, AT_ONCE)]:
         read = _read(checkpoint, _to_read(group, saved, wanted)) if group else {}
@@ -122,7 +123,7 @@ def _to_read(group, saved, wanted) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _read(checkpoint, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Arrays as they were saved. Where one host cannot read its part, all raise Damaged; so all must call it."""
+    """Arrays as they were saved."""
     how = {n: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype, global_shape=x.shape) for n, x in arrays.items()}
     arguments = ocp.args.PyTreeRestore(nested(arrays), restore_args=nested(how), partial_restore=True)
 
@@ -130,26 +131,29 @@ def _read(checkpoint, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, j
         restored = ocp.PyTreeCheckpointHandler().restore(checkpoint / STATE, args=arguments)
         return dict(sharding.named_leaves(restored))
 
-    found, reason = _attempt(read)
-    reasons = [told.decode() for told in hosts.gather(reason.encode())]
-    if any(reasons):
-        raise Damaged(checkpoint, next(filter(None, reasons)))
+    found = _attempt(checkpoint, read)
     integrity.check_values(checkpoint, found)
     return found
 
 
-def _attempt(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    """What `read` returns, or what is wrong with the checkpoint that it cannot read; other errors are raised."""
+def _attempt(checkpoint, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `read` returns. Where a host cannot read its part, all raise Damaged; so all must call it."""
+    found, reason = {}, ""
     with _no_echoes():
         try:
-            return read(), ""
+            found = read()
         except Exception as error:  # Orbax raises that, and of many kinds
             reason = _reason(error)
-        gc.collect()
-        return {}, reason
+        if reason:
+            gc.collect()
+    reasons = [told.decode() for told in hosts.gather(reason.encode())]
+    if any(reasons):
+        raise Damaged(checkpoint, next(filter(None, reasons)))
+    return found
 
 
 def _reason(error: Exception) -> str:
+    """What it tells of a checkpoint; raised again where that is nothing."""
     root = error
     while root.__cause__ is not None:
         root = root.__cause__
