@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from flax import nnx
-from variants import VARIANTS
+from variants import VARIANTS, parametrized
 
 import synthesizer_jax as sj
 from synthesizer_jax.axes import Param
@@ -18,9 +18,7 @@ DIMS = sj.Dims(features=5, heads=2, head_dim=3)
 BATCH, LENGTH = 2, 6
 TOLERANCE = 1e-5  # float32 at highest matmul precision: measured at most 2e-6, errors of a formula are above 1e-3
 
-parametrize_variants = pytest.mark.parametrize(
-    "spec", [spec for _, spec in VARIANTS], ids=[name for name, _ in VARIANTS]
-)
+parametrize_variants = parametrized(VARIANTS)
 
 KEY_MASK = np.array([[True] * 6, [True, True, False, True, False, False]])
 LEFT_PADDED = np.array([[False, False, True, True, True, False], [False] * 6])  # causal rows 0, 1; the whole sequence
@@ -112,11 +110,7 @@ def test_equal_the_oracle(spec):
     check_against_the_oracle(spec, "auto")
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [spec for _, spec in VARIANTS if oracle.is_shared(spec)],
-    ids=[name for name, spec in VARIANTS if oracle.is_shared(spec)],
-)
+@parametrized([(name, spec) for name, spec in VARIANTS if oracle.is_shared(spec)])
 def test_shared_scores_on_the_general_path_equal_the_oracle(spec):
     check_against_the_oracle(spec, "xla")
 

@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from flax import nnx
-from variants import MAX_LENGTH, MIXERS
+from variants import MAX_LENGTH, MIXERS, parametrized
 
 import synthesizer_jax as sj
 from synthesizer_jax.axes import Param
@@ -21,12 +21,8 @@ FEATURES, HEADS, HEAD_DIM = 6, 2, 4
 BATCH, LENGTH = 2, 7
 TOLERANCE = 2e-6  # two orders of summation of the same float32 numbers, outputs of size 1
 
-parametrize_variants = pytest.mark.parametrize("spec", [spec for _, spec in MIXERS], ids=[name for name, _ in MIXERS])
-parametrize_causal = pytest.mark.parametrize(
-    "spec",
-    [spec for _, spec in MIXERS if not as_mixer(spec).decoder_error()],
-    ids=[name for name, spec in MIXERS if not as_mixer(spec).decoder_error()],
-)
+parametrize_variants = parametrized(MIXERS)
+parametrize_causal = parametrized([(name, spec) for name, spec in MIXERS if not as_mixer(spec).decoder_error()])
 
 KEY_MASK = np.array([[True] * 4 + [False] * 3, [True, False, True, True, False, True, False]])
 FIRST, SECOND = 3, 4  # lengths of two segments, packed into one row

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from variants import MIXERS
+from variants import MIXERS, parametrized
 
 import synthesizer_jax as sj
 from synthesizer_jax.analysis.costs import CROSS, MLP, REST, SELF, TABLE_1, costs, count_flops, table_1, table_4
@@ -86,7 +86,7 @@ def test_operations_are_close_to_xlas_own_count(kind):
     assert found.training_flops == pytest.approx(3 * found.flops, rel=0.05), "each product has two in the gradient"
 
 
-@pytest.mark.parametrize("spec", [spec for _, spec in MIXERS], ids=[name for name, _ in MIXERS])
+@parametrized(MIXERS)
 def test_parts_add_up_for_every_mixer(spec):
     config = config_of("encoder_only", attention=spec, scan_layers=not as_mixer(spec).decoder_error())
     found = costs(config, 6)

@@ -166,7 +166,7 @@ def test_several_faults_are_told_together():
     with pytest.raises(ValueError) as caught:
         plan("TRAIN_STEP=10", "model.head=4", 'BATCH_SIZE="64"')
     text = str(caught.value)
-    assert "did you mean TRAIN_STEPS?" in text
+    assert "did you mean TRAIN_STEPS" in text
     assert "model has no parameter 'head'; did you mean heads" in text
     assert "expected int, got '64'; write it without quotes: BATCH_SIZE = 64" in text
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from variants import MAX_LENGTH, MIXERS
+from variants import MAX_LENGTH, MIXERS, parametrized
 
 import synthesizer_jax as sj
 from synthesizer_jax import sharding
@@ -39,7 +39,7 @@ CASES = {
     "causal_packed": ({"causal": True, "segments": SEGMENTS, "positions": POSITIONS}, False),
 }
 
-parametrize_mixers = pytest.mark.parametrize("spec", [spec for _, spec in MIXERS], ids=[name for name, _ in MIXERS])
+parametrize_mixers = parametrized(MIXERS)
 
 
 def draw(spec, shape, seed):
@@ -179,9 +179,10 @@ def test_rows_of_a_linear_kernel_whose_sum_cancels_are_zero():
 MULTI_HEAD = [(name, as_mixer(spec)) for name, spec in MIXERS if isinstance(as_mixer(spec), sj.MultiHead)]
 
 
-@pytest.mark.parametrize("mixer", [mixer for _, mixer in MULTI_HEAD], ids=[name for name, _ in MULTI_HEAD])
-def test_memory_is_what_came_before(mixer):
+@parametrized(MULTI_HEAD)
+def test_memory_is_what_came_before(spec):
     """Causal attention with a memory gives the last rows of attention over memory and tokens; weights span both."""
+    mixer = spec
     tree, m = tree_of(mixer.scores if mixer.keys is None else mixer, bias=False), 2
     mask = jnp.asarray([[False] + [True] * (LENGTH - 1), [True] * LENGTH])
 

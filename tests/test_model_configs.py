@@ -6,7 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from variants import MAX_LENGTH, MIXERS, VARIANTS
+from variants import MAX_LENGTH, MIXERS, VARIANTS, parametrized
 
 import synthesizer_jax as sj
 from synthesizer_jax.models import parameters
@@ -137,7 +137,7 @@ def test_parameter_paths_are_an_interface():
 # Configurations
 
 
-@pytest.mark.parametrize("spec", [spec for _, spec in MIXERS], ids=[name for name, _ in MIXERS])
+@parametrized(MIXERS)
 def test_json_round_trip(spec):
     options = {"dropout_rate": 0.25, "remat": "dots", "dtype": "bfloat16", "scan_layers": False}
     config = sj.t5_1_1_tiny("V", encoder_attention=spec, **options)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from variants import KERNELS, VARIANTS
+from variants import KERNELS, VARIANTS, parametrized
 
 import synthesizer_jax as sj
 from synthesizer_jax.axes import LOGICAL_AXES, Param
@@ -23,12 +23,8 @@ POSITIONS = {
     "per_sequence": np.array([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]], np.int32),
 }
 
-parametrize_variants = pytest.mark.parametrize(
-    "spec", [spec for _, spec in VARIANTS], ids=[name for name, _ in VARIANTS]
-)
-parametrize_scores = pytest.mark.parametrize(
-    "spec", [spec for _, spec in VARIANTS + KERNELS], ids=[name for name, _ in VARIANTS + KERNELS]
-)
+parametrize_variants = parametrized(VARIANTS)
+parametrize_scores = parametrized(VARIANTS + KERNELS)
 
 
 def draw(shape, seed):

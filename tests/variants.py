@@ -4,6 +4,8 @@ VARIANTS are scores, which have logits; KERNELS are scores, some without a logar
 MIXERS are all that a layer can be made of: these scores, and what takes attention's place.
 """
 
+import pytest
+
 import synthesizer_jax as sj
 
 # The longest length that the tests' scores cover; longer than the sequences, so that tables are sliced.
@@ -87,3 +89,36 @@ MIXERS = (
     ("token mixing MLP", sj.TokenMixing(MAX_LENGTH, hidden=2 * MAX_LENGTH)),
     ("token mixing encoder MLP", sj.TokenMixing(MAX_LENGTH, hidden=10, bias=False, approximate_gelu=False)),
 )
+
+# One of each kind, and the paper's mixtures: what every run of the tests goes through. The other rows differ from these by an
+# option, and are slow tests: a change of scores or mixers is to be tested with `pytest -m ""`.
+CORE = {
+    "V",
+    "R",
+    "fixedR",
+    "FR",
+    "D",
+    "FD",
+    "relative",
+    "R+V",
+    "D+V",
+    "FR+V",
+    "R+V authors'",
+    "rbf symmetric",
+    "Transformer-XL",
+    "symmetric product learned",
+    "values with learned positions",
+    "FR+linear",
+    "R+V strided",
+    "light wide",
+    "dynamic renormalize",
+    "Linformer layerwise",
+    "token mixing MLP",
+}
+
+
+def parametrized(rows):
+    """A test for each row of (name, spec), of those that are not in CORE a slow one."""
+    slow = pytest.mark.slow
+    named = [pytest.param(spec, id=name, marks=() if name in CORE else slow) for name, spec in rows]
+    return pytest.mark.parametrize("spec", named)
