@@ -257,7 +257,7 @@ def test_a_writer_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
         assert not [path.name for path in (tmp_path / "model").iterdir() if "tmp" in path.name]
 
 
-def test_a_full_disk_is_told_at_the_next_step_and_what_was_there_stays(tmp_path):
+def test_a_full_disk_is_told_at_the_next_step_and_what_was_there_stays(tmp_path, caplog):
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     text = f"model_dir: checkpoint_2 could not be written to {tmp_path}: File too large; .* checkpoint is checkpoint_1; make"
     with CheckpointWriter(str(tmp_path), keep=1) as writer:
@@ -273,6 +273,7 @@ def test_a_full_disk_is_told_at_the_next_step_and_what_was_there_stays(tmp_path)
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
         with pytest.raises(OSError, match=text):
             writer.check()
+    assert not caplog.records  # pages of tracebacks
     assert checkpoint.find(tmp_path).name == "checkpoint_1"
     with CheckpointWriter(str(tmp_path), keep=1) as writer:  # room was made
         writer.save(2, {"x": jnp.zeros(3)}, CONFIG, RUN)

@@ -14,11 +14,13 @@ Of a model_dir the last checkpoint that is whole is taken, and what is wrong wit
 
 import contextlib
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import absl.logging
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
@@ -102,6 +104,7 @@ class CheckpointWriter:
         self._trash = self._folder / TRASH
         self._step: int | None = None  # of the last write that was begun
         self._arrays: dict[str, Any] = {}  # in it
+        absl.logging.get_absl_logger().addFilter(_is_no_trace_of_orbax)
         self._empty_trash()
 
     def save(self, step: int, state: Any, config: ModelConfig, run: Mapping[str, Any]) -> None:
@@ -145,8 +148,11 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, *_):
-        with self._telling():
-            self._manager.close()
+        try:
+            with self._telling():
+                self._manager.close()
+        finally:
+            absl.logging.get_absl_logger().removeFilter(_is_no_trace_of_orbax)
         self._empty_trash()
 
     def _write_checks(self):
@@ -326,6 +332,11 @@ def _cause(error: BaseException) -> str:
     text = " ".join(str(error).split())
     code = re.search(r"os_error_code='(\d+)'", text)
     return os.strerror(int(code[1])) if code else text[:300]
+
+
+def _is_no_trace_of_orbax(record: logging.LogRecord) -> bool:
+    """Each of its threads tells of a failed write, with its traceback, before we do."""
+    return not (record.exc_info and "orbax" in record.pathname.split(os.sep))
 
 
 def _is_count(value: Any) -> bool:
