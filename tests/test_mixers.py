@@ -133,8 +133,9 @@ def test_eight_devices_equal_one(spec):
     rows = NamedSharding(mesh, P(("data", "fsdp")))
     with jax.set_mesh(mesh):
         many = run(placed, jax.device_put(x, rows), jax.device_put(mask, rows))
+    floor = 1e-2 * max(1, float(one[0]))  # summands of a gradient that cancel are of the loss's size
     for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
-        assert oracle.relative_error(a, b, floor=1e-2) < TOLERANCE
+        assert oracle.relative_error(a, b, floor=floor) < TOLERANCE
 
 
 def _splits(declared):
