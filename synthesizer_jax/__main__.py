@@ -388,4 +388,4 @@ def _raised_here(error: BaseException) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    distributed.end(main)

@@ -120,3 +120,22 @@ def test_the_command_line_passes_them_on_before_anything_else(begun, capsys):
         assert jax.config.jax_enable_preemption_service is noticed
     assert main(["costs", "--process_index=1"]) == 2
     assert "--process_index: `costs` is done by one process; for train, " in capsys.readouterr().err
+
+
+def fails():
+    raise ZeroDivisionError("of ours")
+
+
+@pytest.mark.parametrize("main, several, left", [(lambda: 2, 2, True), (fails, 1, True), (lambda: 0, 0, False)])
+def test_a_process_that_fails_leaves_the_others_at_once(monkeypatch, capfd, main, several, left):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with pytest.raises((SystemExit, ZeroDivisionError)):
+        distributed.end(main)
+    assert not codes, "one alone ends as any process does"
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(SystemExit) as end:
+        distributed.end(main)
+    assert end.value.code == several and codes == [several] * left
+    assert ("process 0: error: Traceback" in capfd.readouterr().err) == (main is fails)
