@@ -137,8 +137,10 @@ def test_a_run_goes_on_in_the_other_layout_as_if_it_had_always_been_in_it(tmp_pa
 
 
 @pytest.mark.parametrize("then,now", [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_parameters_of_another_dtype(tmp_path, capfd, then, now):
+def test_parameters_and_moments_of_another_dtype(tmp_path, capfd, then, now):
     before, after = make(STACKED, "AdamW", param_dtype=then), make(ONE_BY_ONE, "AdamW", "eight", param_dtype=now)
+    before = dataclasses.replace(before, optimizer=AdamW(Constant(), moment_dtype=then))
+    after = dataclasses.replace(after, optimizer=AdamW(Constant(), moment_dtype=now))
     rng = np.random.default_rng(0)
     state = jax.tree.map(lambda leaf: (rng.normal(size=leaf.shape) * 100).astype(leaf.dtype), before.abstract_state())
     with CheckpointWriter(str(tmp_path)) as writer:
@@ -149,6 +151,8 @@ def test_parameters_of_another_dtype(tmp_path, capfd, then, now):
     assert f"arrays of checkpoint_7 are {then} and become {now}" in capfd.readouterr().err
     config, params, _ = checkpoint.restore_params(tmp_path, config=after.config)
     assert config == after.config and params["embedding"]["embedding"].dtype == jnp.dtype(now)
+    moments = {str(leaf.dtype) for name, leaf in named_leaves(restored.opt_state) if "/mu/" in name}
+    assert moments == {now}
     assert restored.step.dtype == jnp.int32 and int(restored.step) == int(state.step)
 
 
