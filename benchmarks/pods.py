@@ -67,7 +67,7 @@ def paper() -> Iterator[Case]:
             yield Case("paper", f"{row} {topology}", topology, steps, (f"experiments/c4/{row}.gin",), flags)
 
 
-PODS = ("v4:4x4x4", "v4:2x4x4", "v4:2x2x4", "v4:2x2x2", "v4:2x2x1")
+PODS = ("v4:4x4x8", "v4:2x2x4", "v4:2x2x2", "v4:2x2x1")
 
 
 def largest() -> Iterator[Case]:
@@ -285,7 +285,7 @@ def _fits(line: dict, step: dict) -> str:
         return line["error"]
     usable = line["memory_bytes_of_a_device"]
     if "memory" not in step:
-        return f"no: needs {step['needs'] / GiB:.1f} of {usable / GiB:.2f} GiB" if step.get("needs") else "no"
+        return f"no: needs at least {step['needs'] / GiB:.1f} of {usable / GiB:.2f} GiB" if step.get("needs") else "no"
     return f"{step['memory']['total'] / usable:.0%} of {usable / GiB:.2f} GiB"
 
 

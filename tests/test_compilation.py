@@ -208,7 +208,7 @@ def test_a_refusal_is_a_row_of_the_table():
     )
     refused = compilation.TooLarge("train", 12.3, 20 * 2**30, "RESOURCE_EXHAUSTED: ...")
     found = compilation.Compiled(topology, {"data": 4, "fsdp": 1, "model": 1}, 8, LENGTHS, 1000, (refused,))
-    assert "| fits | does not fit: needs 20.00 GiB of 15.75 GiB |" in found.as_markdown()
+    assert "| fits | does not fit: needs at least 20.00 GiB of 15.75 GiB |" in found.as_markdown()
     assert found.as_dict()["steps"]["train"]["needs"] == 20 * 2**30 and not found.fits(refused)
 
 

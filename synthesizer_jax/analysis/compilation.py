@@ -69,7 +69,7 @@ class TooLarge:
 
     name: str
     compile_seconds: float
-    needs: int | None  # bytes, where the compiler says it
+    needs: int | None  # bytes, at least, where the compiler says it: it may have stopped at the temporaries
     message: str  # the compiler's
 
 
@@ -331,7 +331,7 @@ _ROWS: tuple[tuple[str, Callable[[Compiled, Step], str]], ...] = (
 def _fits(found: Compiled, step: Step | TooLarge) -> str:
     usable = found.topology.usable_bytes
     if isinstance(step, TooLarge):
-        needs = "" if step.needs is None else f": needs {_bytes(step.needs)} of {_bytes(usable)}"
+        needs = "" if step.needs is None else f": needs at least {_bytes(step.needs)} of {_bytes(usable)}"
         return f"does not fit{needs}"
     if usable is None:
         return "not known"
