@@ -1,7 +1,6 @@
 """Damaged checkpoints: recognised, named, passed over for the last whole one, moved aside, and never deleted."""
 
 import functools
-import json
 import re
 import shutil
 
@@ -93,6 +92,11 @@ def cut(path, place):
     path.write_bytes(path.read_bytes()[:place])
 
 
+def rename_in_checks(folder, name):
+    path = folder / "checks.json"
+    path.write_text(path.read_text().replace(name, name.upper(), 1))
+
+
 def empty(folder):
     shutil.rmtree(folder)
     folder.mkdir()
@@ -109,8 +113,9 @@ SEEN_AT_ONCE = {
     "no model": (lambda c: shutil.rmtree(c / "model"), "it has no model/"),
     "no run": (lambda c: shutil.rmtree(c / "run"), "it has no run/"),
     "no run's file": (lambda c: (c / "run/metadata").unlink(), "run/metadata is missing"),
-    "checks changed": (lambda c: flip(c / "checks.json", 0), "checks.json cannot be read"),
-    "checks of nothing": (lambda c: (c / "checks.json").write_text("[]"), "checks.json cannot be read"),
+    "checks no JSON": (lambda c: flip(c / "checks.json", 0), "checks.json is not what was written"),
+    "checks of nothing": (lambda c: (c / "checks.json").write_text("[]"), "checks.json is not what was written"),
+    "checks changed": (lambda c: rename_in_checks(c, "fingerprint"), "checks.json is not what was written"),
 }
 
 
@@ -147,10 +152,10 @@ def take_state(folder, other):
     """Files and all; so only the fingerprints tell."""
     shutil.rmtree(folder / "state")
     shutil.copytree(other / "state", folder / "state")
-    own, others = (json.loads((path / "checks.json").read_text()) for path in (folder, other))
+    own, others = integrity.read_checks(folder), integrity.read_checks(other)
     files = {name: entry for name, entry in own["files"].items() if not name.startswith("state/")}
     files |= {name: entry for name, entry in others["files"].items() if name.startswith("state/")}
-    (folder / "checks.json").write_text(json.dumps({"arrays": own["arrays"], "files": files}))
+    integrity.write_checks(folder, own["arrays"], files)
 
 
 def without_checks(folder):

@@ -56,7 +56,21 @@ def write(folder: epath.Path, arrays: Mapping[str, Any]) -> None:
             size = path.stat().length
             crc = zlib.crc32(path.read_bytes()) if size <= SMALL else None
             files[str(path.relative_to(folder))] = {"size": size, "crc32": crc}
-    (folder / CHECKS).write_text(json.dumps({"arrays": dict(arrays), "files": files}))
+    write_checks(folder, arrays, files)
+
+
+def write_checks(folder: epath.Path, arrays: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """The file itself, which has a CRC of its own content."""
+    content = {"arrays": dict(arrays), "files": dict(files)}
+    (folder / CHECKS).write_text(json.dumps(content | {"crc32": _crc(content)}))
+
+
+def read_checks(folder: epath.PathLike) -> dict[str, Any]:
+    """{"arrays": ..., "files": ...} of checks.json; ValueError where it is not what was written."""
+    content = json.loads((epath.Path(folder) / CHECKS).read_text())
+    if not isinstance(content, dict) or content.pop("crc32", None) != _crc(content):
+        raise ValueError(f"{folder}/{CHECKS} is not what was written")
+    return content
 
 
 def fault(checkpoint: epath.PathLike) -> str | None:
@@ -71,10 +85,10 @@ def fault(checkpoint: epath.PathLike) -> str | None:
     if not (folder / CHECKS).exists():
         return next(filter(None, (_json_fault(folder, name) for name in (*JSON_FILES, f"{STATE}/_METADATA"))), None)
     try:
-        files = _read(folder)["files"].items()
-        expected = [(name, entry["size"], entry["crc32"]) for name, entry in files]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{CHECKS} cannot be read"
+        files = read_checks(folder)["files"].items()
+    except ValueError:
+        return f"{CHECKS} is not what was written"
+    expected = [(name, entry["size"], entry["crc32"]) for name, entry in files]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:  # a pod leaves thousands of files, perhaps far away
         return next(filter(None, pool.map(lambda entry: _file_fault(folder, *entry), expected)), None)
 
@@ -82,7 +96,7 @@ def fault(checkpoint: epath.PathLike) -> str | None:
 def recorded(checkpoint: epath.PathLike) -> dict[str, dict[str, Any]] | None:
     """What describe_arrays said of the arrays when they were saved; None for an earlier version's checkpoint."""
     folder = epath.Path(checkpoint)
-    return _read(folder)["arrays"] if (folder / CHECKS).exists() else None
+    return read_checks(folder)["arrays"] if (folder / CHECKS).exists() else None
 
 
 def check_declared(checkpoint: epath.PathLike, found: Mapping[str, Any]) -> None:
@@ -228,8 +242,8 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
             yield path
 
 
-def _read(folder: epath.Path) -> dict[str, Any]:
-    return json.loads((folder / CHECKS).read_text())
+def _crc(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _some(names: Sequence[str]) -> str:
