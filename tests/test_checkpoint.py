@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import jax
@@ -281,7 +282,7 @@ def test_a_full_disk_is_told_at_the_next_step_and_what_was_there_stays(tmp_path,
 
 
 def test_a_folder_that_cannot_be_written_any_more_is_told_at_once(tmp_path):
-    folder = tmp_path / "run"
+    folder, before = tmp_path / "run", threading.enumerate()
     text = (
         f"model_dir: checkpoint_2 could not be written to {folder}: Not a directory: .*; there is no whole checkpoint; "
     )
@@ -292,6 +293,10 @@ def test_a_folder_that_cannot_be_written_any_more_is_told_at_once(tmp_path):
             shutil.rmtree(folder)
             folder.write_text("in the way")  # permissions would not keep root from writing
             writer.save(2, {"x": jnp.zeros(3)}, CONFIG, RUN)
+    left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    for thread in left:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in left)  # the process would wait for them
 
 
 def test_the_checks_are_part_of_the_write(tmp_path, monkeypatch):
