@@ -48,7 +48,7 @@ def report(kind="EncoderDecoder", topology="cpu:4", steps=("train",), mesh=None,
 
 @pytest.mark.parametrize(
     "kind, step",
-    [("EncoderDecoder", "train"), ("EncoderOnly", "eval"), ("EncoderDecoder", "decode"), ("DecoderOnly", "decode")],
+    [("EncoderOnly", "train"), ("EncoderDecoder", "eval"), ("EncoderDecoder", "decode"), ("DecoderOnly", "decode")],
 )
 def test_a_program_does_the_models_operations(kind, step):
     """Matrix products alone: XLA leaves out a few, and adds next to none; a loop counts as often as it runs."""
@@ -254,7 +254,7 @@ def test_three_small_configurations_compile_for_tpu(name):
     assert found.fits(step) and 0 < step.memory.total < 2**30
     assert step.memory.program > 0 and step.memory.arguments > step.memory.parameters, "in whole tiles"
     assert step.memory_bytes >= step.memory.parameters / 2, "each parameter is read, but may stay on the chip"
-    assert step.model_flops is None or 0.9 < step.flops / step.model_flops < 1.3
+    assert step.model_flops is None or 0.9 < step.flops / step.model_flops < 1.1
     axes = {one.axes for one in step.collectives}
     assert axes and "none" not in axes and not any("part of" in name for name in axes)
 
