@@ -83,8 +83,10 @@ def on_one_device(attention, optimizer=SMOOTH):
 
 
 # Every mesh with R+V, every other form of scores on the mesh that splits most.
-CASES = [("R+V", mesh) for mesh in MESHES]
-CASES += [(attention, "data 2, fsdp 2, model 2") for attention in ("V", "R", "D", "FR+V")]
+ALL_AXES = "data 2, fsdp 2, model 2"
+QUICK = [("R+V", ALL_AXES), ("D", "fsdp 8")]
+CASES = [("R+V", mesh) for mesh in MESHES] + [(attention, ALL_AXES) for attention in ("V", "R", "FR+V")] + QUICK[1:]
+CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=", ".join(case)) for case in CASES]
 
 
 @pytest.mark.parametrize("attention,mesh", CASES)
@@ -100,7 +102,7 @@ def test_twenty_steps_on_eight_devices_are_those_on_one(attention, mesh):
 
 def test_adafactor_keeps_its_statistics_in_parts():
     """No device holds more than its part of parameters and of what the optimizer keeps, and 20 steps have the same loss."""
-    made = trainer("R+V", MESHES["data 2, fsdp 2, model 2"], optimizer=ADAFACTOR)
+    made = trainer("R+V", MESHES[ALL_AXES], optimizer=ADAFACTOR)
     _, losses, _ = run(made)
     np.testing.assert_allclose(losses, on_one_device("R+V", ADAFACTOR)[1], rtol=1e-5)
     state = made.init()

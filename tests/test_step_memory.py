@@ -121,7 +121,14 @@ def test_a_target_that_is_no_token_is_nan_in_chunks_as_well(bad):
     np.testing.assert_allclose(unseen.total, np.log(VOCAB), rtol=1e-6)
 
 
-@pytest.mark.parametrize("preset", [t5_tiny, t5_1_1_tiny, lm_tiny], ids=["tied", "own softmax", "language model"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param(t5_tiny, id="tied"),
+        pytest.param(t5_1_1_tiny, id="own softmax", marks=pytest.mark.slow),
+        pytest.param(lm_tiny, id="language model", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_in_chunks_of_the_vocabulary(preset):
     config = tiny(preset)
     batch = ragged(config)
@@ -170,8 +177,16 @@ def ragged_shapes(config):
     return {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("remat", ["full", "dots", "attention"])
-@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize(
+    "remat,scan",
+    [
+        pytest.param("attention", True, id="attention"),
+        pytest.param("full", True, id="full", marks=pytest.mark.slow),
+        pytest.param("dots", True, id="dots", marks=pytest.mark.slow),
+        pytest.param("attention", False, id="attention, unrolled", marks=pytest.mark.slow),
+        pytest.param("full", False, id="full, unrolled", marks=pytest.mark.slow),
+    ],
+)
 def test_remat_changes_no_number(remat, scan):
     config = tiny(scan_layers=scan)
     batch = ragged(config)
