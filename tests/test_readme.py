@@ -23,7 +23,7 @@ def run(command, folder, *more):
 
 
 def test_every_command_is_known_here():
-    ours = tuple(OURS + command for command in ("reproduce", "train", "evaluate", "infer", "costs", "tasks", "cache"))
+    ours = tuple(OURS + command for command in ("reproduce", "train", "evaluate", "infer", "costs", "compile", "tasks", "cache"))
     kinds = [c for c in COMMANDS if not c.startswith(ours)]
     assert kinds == ["pip install -e '.[train]'", "pip install -e '.[test]'", "pytest -n 2"]
 
@@ -91,7 +91,13 @@ def test_costs(tmp_path, capsys):
     assert "292,109,696" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+def test_compile(tmp_path, capsys):
+    (command,) = [c for c in COMMANDS if c.startswith(OURS + "compile")]
+    run(command, tmp_path)
+    said = capsys.readouterr().out
+    assert "cpu:8" in said and "all-gather" in said and "fsdp" in said
+
+
 def test_pretrain_finetune_evaluate(tmp_path):
     pretrain, finetune = trainings("pretrained", "finetuned")
     (evaluate,) = [c for c in COMMANDS if c.startswith(OURS + "evaluate")]
@@ -110,7 +116,6 @@ def test_pretrain_finetune_evaluate(tmp_path):
         assert (results / f"{task}-metrics.jsonl").exists()
 
 
-@pytest.mark.slow
 def test_quickstart(tmp_path):
     (command,) = [c for c in COMMANDS if c.startswith(OURS + "reproduce")]
     short = ("--gin.PRETRAINING_STEPS=2", "--gin.FINETUNING_STEPS=2", '--gin.ATTENTIONS=("V", "R+V")')
