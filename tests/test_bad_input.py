@@ -42,7 +42,7 @@ TRAINING = {
     ),
     "misspelt macro": (
         {"BATCH_SIZES": "8"},
-        "nothing in `train` refers to the macro BATCH_SIZES; did you mean BATCH_SIZE?",
+        "nothing in `train` refers to the macro BATCH_SIZES; did you mean BATCH_SIZE or MICROBATCHES?",
     ),
     "unquoted string": (
         {"ATTENTION": "R+V"},
