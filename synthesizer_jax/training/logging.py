@@ -262,11 +262,11 @@ def say(*words: Any) -> None:
         tqdm.write(" ".join(map(str, words)), file=sys.stderr)
 
 
-def model_info(mesh: Mesh, declared: Any) -> str:
+def model_info(mesh: Mesh, declared: Any, rules: sharding.Rules = sharding.Rules()) -> str:
     """A table of the parameters of a TrainState of `Declared`: path, shape, logical axes, dtype, sharding, count."""
     rows = [("parameter", "shape", "axes", "dtype", "split over", "count")]
     for title, tree in (("", declared.params), (" (fixed)", declared.fixed)):
-        placed = dict(sharding.named_leaves(sharding.parameter_shardings(mesh, tree)))
+        placed = dict(sharding.named_leaves(sharding.parameter_shardings(mesh, tree, rules)))
         for name, leaf in sharding.named_leaves(tree):
             shape, axes = "x".join(map(str, leaf.shape)), ", ".join(map(str, leaf.axes))
             split = _split(placed[name])

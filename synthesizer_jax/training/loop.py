@@ -292,7 +292,7 @@ def _resumed(trainer, batches, last, train_steps) -> TrainState:
 
 
 def _write_model_info(model_dir: str, trainer: Trainer) -> None:
-    text = model_info(trainer.mesh, trainer.declared_state())
+    text = model_info(trainer.mesh, trainer.declared_state(), trainer.rules)
     try:
         folder = epath.Path(model_dir)
         folder.mkdir(parents=True, exist_ok=True)
