@@ -23,6 +23,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 
+from synthesizer_jax import data
 from synthesizer_jax.models import t5_tiny
 from synthesizer_jax.sharding import MeshShape, named_leaves
 from synthesizer_jax.training import checkpoint
@@ -33,10 +34,18 @@ from synthesizer_jax.training.step import Trainer
 
 REPORT = pathlib.Path(__file__).parents[1] / "docs" / "kill_and_resume.md"
 MODULE, TASK = "synthesizer_jax.tasks.quickstart", "quickstart_negation"
-MODEL = t5_tiny("R+V", max_length=32, features=64, mlp_features=128, heads=2, head_dim=8, vocab_size=2048)
+SIZES = {"features": 64, "mlp_features": 128, "heads": 2, "head_dim": 8, "vocab_size": 2048}
+MODEL = t5_tiny("R+V", max_length=32, **SIZES, encoder_layers=1, decoder_layers=1)
 OPTIMIZER = Adafactor(InverseSqrt(), min_size_to_factor=8)
-CHECKPOINT_PERIOD = 5
-STEPS_OF_A_START = 12  # after which a process is ended at the latest, but for what it does meanwhile
+CHECKPOINT_PERIOD = 4
+STEPS_OF_A_START = 6  # after so many the moment comes at the latest
+PAUSE = 0.02  # seconds of each step, so that a process makes few steps more until it is ended
+
+
+class Paused(data.TrainBatches):
+    def __next__(self):
+        time.sleep(PAUSE)
+        return super().__next__()
 
 
 def run(folder: str, train_steps: int, cache: str) -> None:
@@ -45,6 +54,7 @@ def run(folder: str, train_steps: int, cache: str) -> None:
         os.dup2(errors.fileno(), 2)
     jax.config.update("jax_compilation_cache_dir", cache)  # of each process, compilation would take longest
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    data.TrainBatches = Paused
     train(
         model=MODEL,
         optimizer=OPTIMIZER,
@@ -58,7 +68,7 @@ def run(folder: str, train_steps: int, cache: str) -> None:
         checkpoint_period=CHECKPOINT_PERIOD,
         keep=None,
         log_period=3,
-        eval_period=7,
+        eval_period=10,
         eval_steps=4,
     )
 
@@ -96,7 +106,7 @@ class End:
     number: int
     moment: str
     signal: str = "SIGKILL"
-    came_from: str = "the start"  # where it had gone on from
+    came_from: str = ""  # where it had gone on from; "" where it was ended before it said so
     reached: int = 0  # the last step that its log holds
     unfinished: str = ""  # a checkpoint that was being written when it ended
     seconds: float = 0.0  # from the signal to the end of the process
@@ -137,10 +147,12 @@ def end(process: Process, folder: pathlib.Path, record: End, draw: random.Random
     process.signal(record.signal)
     record.code, errors = process.end(120)
     record.seconds = time.monotonic() - sent
-    record.reached, record.unfinished = last_step(folder), ", ".join(unfinished(folder))
-    found = re.search(r"goes on from .*/(\S+)", errors)
-    record.came_from = found[1] if found else record.came_from
-    if record.signal == "SIGTERM" and record.code != 128 + signal.SIGTERM and record.code != -signal.SIGTERM:
+    record.reached = last_step(folder)
+    if record.moment != "start":  # what is there then, the process before left
+        record.unfinished = ", ".join(unfinished(folder))
+    found = re.search(r"goes on from .*/(\S+)|starts from (new parameters)", errors)
+    record.came_from = (found[1] or found[2]) if found else ""
+    if record.signal == "SIGTERM" and record.code not in (128 + signal.SIGTERM, -signal.SIGTERM):
         sys.exit(f"SIGTERM: exit code {record.code}\n{errors[-3000:]}")
     print(record, flush=True)
 
@@ -204,18 +216,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--terms", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=60, help="after which no more is killed")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the moments")
     arguments = parser.parse_args()
     begun, draw = time.monotonic(), random.Random(arguments.seed)
     moments = [("SIGKILL", moment) for _, moment in zip(range(arguments.kills), _cycle(), strict=False)]
     moments += [("SIGTERM", "any")] * arguments.terms
     draw.shuffle(moments)
-    train_steps = 20 * (len(moments) + 2)
+    train_steps = 10 * (len(moments) + 2)
     with tempfile.TemporaryDirectory() as place:
         whole, killed, cache = (pathlib.Path(place, name) for name in ("whole", "killed", "compiled"))
         _finish(Process(whole, train_steps, cache))
         records = [End(number, moment, name) for number, (name, moment) in enumerate(moments, 1)]
         for record in records:
+            if time.monotonic() - begun > 60 * arguments.minutes:
+                records = records[: record.number - 1]
+                break
             end(Process(killed, train_steps, cache), killed, record, draw)
         _finish(Process(killed, train_steps, cache))
         faults, compared = differences(whole, killed)
