@@ -8,6 +8,7 @@ partitioner is free to gather activations instead of parameters: 16 GB a step in
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -66,8 +67,26 @@ def gather(x: Shaped[jax.Array, "..."], axes: Sequence[str | None], path: str | 
         return x
     rules = {**placement.rules, **placement.overrides(path or "")}
     batch = names(placement.rules[BATCH])
-    parts = [tuple(n for n in names(None if a is None else rules[a]) if n not in batch) or None for a in axes]
-    return _constrain(x, parts)
+    stored = tuple(names(None if axis is None else rules[axis]) for axis in axes)
+    used = tuple(tuple(name for name in part if name not in batch) for part in stored)
+    return x if used == stored else _gathered(x, used, stored)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(x, used, stored):
+    return _constrain(x, used)
+
+
+def _gathered_forward(x, used, stored):
+    return _constrain(x, used), None
+
+
+def _gathered_backward(used, stored, _, gradient):
+    # JAX would have the gradient whole, as the parameter was: summed over all devices, and then cut. In parts it is scattered.
+    return (_constrain(gradient, stored),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def shards(axis: str) -> int:
@@ -77,7 +96,7 @@ def shards(axis: str) -> int:
 
 
 def _constrain(x, parts):
-    fitting = [part if size % _size(part) == 0 else None for size, part in zip(x.shape, parts, strict=True)]
+    fitting = [part or None if size % _size(part) == 0 else None for size, part in zip(x.shape, parts, strict=True)]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*fitting))
 
 
