@@ -141,7 +141,7 @@ TRAINING = {
         "model.mlp_activation: expected 'relu' or 'gated-gelu', got 'swish'",
     ),
     "float16": ({"DTYPE": '"float16"'}, "DTYPE (model.dtype): expected 'float32' or 'bfloat16', got 'float16'"),
-    "unknown remat": ({"REMAT": '"some"'}, "REMAT (model.remat): expected 'none' or 'full' or 'dots', got 'some'"),
+    "unknown remat": ({"REMAT": '"some"'}, "REMAT (model.remat): expected 'none' or 'full' or 'dots' or 'attention', got 'some'"),
     "cross-attention has no letters": ({"model.cross_attention": '"R"'}, "model has no parameter 'cross_attention'"),
 }
 

@@ -293,10 +293,10 @@ def test_missing_data_is_an_error_at_once(tmp_path):
 def test_files_that_are_not_in_the_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SYNTHESIZER_JAX_DATA", str(tmp_path))
     for name, text in (
-        ("multi30k_fr_en", r"no multi30k/train.fr.gz, multi30k/train.en.gz in .*: get data/task1/raw"),
-        ("movie_reviews", r"no movie_reviews/rt-polarity.neg, movie_reviews/rt-polarity.pos in .*: unpack sentence"),
+        ("multi30k_fr_en", r"no multi30k/train.fr.gz, multi30k/train.en.gz in .*; get data/task1/raw"),
+        ("movie_reviews", r"no movie_reviews/rt-polarity.neg, movie_reviews/rt-polarity.pos in .*; unpack sentence"),
         ("wikitext2", r"no wikitext-2-raw/wiki.train.raw in .* \(--data_dir, SYNTHESIZER_JAX_DATA\); unpack"),
-        ("tiny_shakespeare", r"no tinyshakespeare/input.txt in .*: get data/tinyshakespeare/input.txt of https"),
+        ("tiny_shakespeare", r"no tinyshakespeare/input.txt in .*; get data/tinyshakespeare/input.txt of https"),
     ):
         assert re.search(text, seqio.TaskRegistry.get(name).source.missing("train"))
     file = sources.Files({"train": ["a.txt"]}, print, "ask me")
