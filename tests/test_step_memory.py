@@ -1,7 +1,6 @@
 """What saves memory changes no number: microbatches, the loss in chunks of the vocabulary, remat, dtypes."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -243,11 +242,7 @@ def test_memory_falls_as_promised_on_the_cpu_too():
 
 
 def test_nothing_is_whole_on_one_device_while_it_is_drawn():
-    """The program that draws initial values needs little more than the part of the state that it makes."""
+    """The program that draws initial values has parts of the largest parameter alone, of any dtype."""
     made = trainer(tiny(vocab_size=4096, features=64, mlp_features=128), EIGHT)
-    state = made.abstract_state()
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    part = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    memory = made.initial_program().lower(made.seed).compile().memory_analysis()
-    assert memory.output_size_in_bytes <= 1.1 * part
-    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 0.6 * whole
+    text = made.initial_program().lower(made.seed).compile().as_text()
+    assert "[2048,32]" in text and "[4096,64]" not in text and f"[{4096 * 64}]" not in text
