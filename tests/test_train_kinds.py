@@ -133,7 +133,7 @@ def test_any_mesh_trains_as_one_device_and_learns(config, batch_of):
     np.testing.assert_allclose(history[1], history[0][:3], rtol=1e-5)
     assert history[0][-1] < 0.75 * history[0][0]  # random texts can only be learnt by heart
     axes = dict(named_leaves(parameters.abstract(config)[0]))
-    sizes = {"vocab": 2, "mlp": 2, "heads": 2, "embed": 2}
+    sizes = {"vocab": 2, "mlp": 2, "heads": 2, "embed": 2, "synth_query": 2}
     for name, leaf in named_leaves(state.params):
         parts = leaf.size // leaf.addressable_shards[0].data.size
         assert parts == np.prod([sizes.get(axis, 1) for axis in axes[name].axes]), name
