@@ -417,7 +417,8 @@ embedding (99 MB, twice: of tokens and of logits) in float32 make 737 MB = 703 M
 exchanged, nor are logits. Of n chips, each sends 2 (n - 1) / n times as much by a ring: 1.5 times at 4 chips, twice at many."""
 MESHES = """experiments/c4/R+V.gin, batch 128 on v5e:4x4. Attention weights of a layer are [b, 8, 512, 512] and logits
 [b, 114, 32128] for b sequences; the largest array of each kind of collective is beside it."""
-MEMORY = """experiments/c4/R+V.gin on v5e:2x2, batch 32, one change at a time."""
+MEMORY = """experiments/c4/R+V.gin on v5e:2x2, batch 32, one change at a time. Microbatches exchange all gradients once for each
+part."""
 ATTENTIONS = "Every file of gin_configs/attention in T5 tiny, 2 sequences a chip, 512 and 114 tokens, with dropout."
 MODELS = """Every file of gin_configs/models with three kinds of attention, 2 sequences a chip, with dropout; from 3 billion
 parameters on split over all chips and recomputed."""

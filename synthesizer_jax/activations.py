@@ -19,15 +19,15 @@ from jaxtyping import Shaped
 from synthesizer_jax.axes import BATCH
 
 MeshAxes = str | tuple[str, ...] | None
-Rules = Mapping[str, MeshAxes]
+Table = Mapping[str, MeshAxes]  # logical axis -> mesh axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """How logical axes are split over the mesh that is set."""
 
-    rules: Rules
-    overrides: Callable[[str], Rules] = lambda path: {}  # of the parameter at this path, where its rules are its own
+    rules: Table
+    overrides: Callable[[str], Table] = lambda path: {}  # of the parameter at this path, where its rules are its own
 
 
 _placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("placement", default=None)

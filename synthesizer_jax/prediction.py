@@ -76,7 +76,8 @@ class Predictor:
 
     def _in_batches(self, examples, features, widths, function):
         """The last batch is filled up with its last row, not with padding, which would decode to the very end."""
-        size = -(-self.batch_size // self._shards) * self._shards
+        shards = sharding.batch_shards(self.mesh)
+        size = -(-self.batch_size // shards) * shards
         examples = iter(examples)
         while chunk := list(itertools.islice(examples, size)):
             rows = [features(example) for example in chunk]
@@ -84,10 +85,6 @@ class Predictor:
             batch = {name: np.stack([_padded(row[name], width) for row in rows]) for name, width in widths.items()}
             with sharding.on(self.mesh):
                 yield from zip(chunk, np.asarray(function(self._place(batch))), strict=False)
-
-    @property
-    def _shards(self) -> int:
-        return self.mesh.shape[sharding.DATA] * self.mesh.shape[sharding.FSDP]
 
     def _place(self, batch):
         split = sharding.batch_sharding(self.mesh)

@@ -235,7 +235,7 @@ def _partition_spec(mesh: Mesh, leaf: Declaration, rules: Mapping[str, MeshAxes]
 
 def check_batch_size(mesh: Mesh, batch_size: int) -> None:
     """ValueError unless batch_size is a positive multiple of the devices that split the batch."""
-    shards = mesh.shape[DATA] * mesh.shape[FSDP]
+    shards = batch_shards(mesh)
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise ValueError(f"batch_size: expected a whole number >= 1, got {batch_size!r}")
     if batch_size % shards:
@@ -244,6 +244,11 @@ def check_batch_size(mesh: Mesh, batch_size: int) -> None:
             f"batch_size={batch_size} does not divide over data x fsdp = {mesh.shape[DATA]} x {mesh.shape[FSDP]} = "
             f"{shards} devices: use a multiple such as {nearest}, or another mesh"
         )
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """In how many parts a batch is split."""
+    return mesh.shape[DATA] * mesh.shape[FSDP]
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -143,7 +143,7 @@ def test_logits_are_never_whole():
     count = {}
     for chunks in (1, 8):
         made = trainer(config, loss_chunks=chunks)
-        text = made.train_step().lower(made.abstract_state(), _shapes(config)).compile().as_text()
+        text = made.train_step().lower(made.abstract_state(), shapes_of(config)).compile().as_text()
         count[chunks] = text.count(f"f32[{ROWS},{TARGETS},4096]") + text.count(f"f32[{ROWS * TARGETS},4096]")
     assert count[1] > 0 == count[8]
 
@@ -167,13 +167,9 @@ def test_wrong_chunks(config, settings, text):
         trainer(tiny(), EIGHT, loss_chunks=64)
 
 
-def _shapes(config):
-    return jax.eval_shape(lambda: ragged_shapes(config))
-
-
-def ragged_shapes(config):
-    shapes = config.batch.shapes(ROWS, {"inputs": LENGTH, "targets": TARGETS}, packed=False)
-    return {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}
+def shapes_of(config, rows=ROWS):
+    shapes = config.batch.shapes(rows, {"inputs": LENGTH, "targets": TARGETS}, packed=False)
+    return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize(
@@ -233,10 +229,7 @@ def test_memory_falls_as_promised_on_the_cpu_too():
         ("chunks", config, {"loss_chunks": 16}),
     ):
         made = trainer(changed, **settings)
-        shapes = {
-            name: jax.ShapeDtypeStruct((32, *leaf.shape[1:]), leaf.dtype) for name, leaf in _shapes(changed).items()
-        }
-        compiled = made.train_step().lower(made.abstract_state(), shapes).compile()
+        compiled = made.train_step().lower(made.abstract_state(), shapes_of(changed, rows=32)).compile()
         temporary[name] = compiled.memory_analysis().temp_size_in_bytes
     assert temporary["microbatches"] < temporary["plain"] > temporary["chunks"]
 

@@ -241,7 +241,7 @@ def _memory(compiled, lowered, name, trainer) -> Memory:
     stats, state = compiled.memory_analysis(), trainer.abstract_state()
     kept = _shard_bytes((state.params, state.fixed))
     moments = _shard_bytes(state.opt_state) if name == TRAIN else 0
-    shards = trainer.mesh.shape[sharding.DATA] * trainer.mesh.shape[sharding.FSDP]
+    shards = sharding.batch_shards(trainer.mesh)
     rows = lowered.args_info[0][-1]  # of every step, the batch comes last
     batch = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(rows)) // shards
     return Memory(

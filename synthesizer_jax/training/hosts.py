@@ -28,7 +28,7 @@ def batch_shard(mesh: Mesh) -> tuple[int, int]:
     Raises: ValueError where the devices of a host hold some of another's rows, but not the same.
     """
     placed = sharding.batch_sharding(mesh)
-    rows = mesh.shape[sharding.DATA] * mesh.shape[sharding.FSDP]
+    rows = sharding.batch_shards(mesh)
     held: dict[int, set[int]] = {}
     for device, (part,) in placed.devices_indices_map((rows,)).items():
         held.setdefault(device.process_index, set()).update(range(*part.indices(rows)))

@@ -73,7 +73,7 @@ class Trainer:
     def check_batch_size(self, batch_size: int) -> None:
         """ValueError unless the rows divide over the devices that share a batch, and each device's over microbatches."""
         sharding.check_batch_size(self.mesh, batch_size)
-        shards = self.mesh.shape[sharding.DATA] * self.mesh.shape[sharding.FSDP]
+        shards = sharding.batch_shards(self.mesh)
         if batch_size % (shards * self.microbatches):
             raise ValueError(
                 f"microbatches={self.microbatches}: batch_size={batch_size} does not divide over data x fsdp x microbatches = "
