@@ -3,6 +3,9 @@
 A training step is traced on a mesh, `placed` by rules from logical axes to mesh axes. There, `constrain` fixes how an
 array is split; everywhere else, in a layer that stands in another model, it gives the array back. Without it the
 partitioner is free to gather activations instead of parameters: 16 GB a step in place of 2.9 GB, of T5 base on v5e:2x2.
+
+`part_by_part`, a function sees one part of the batch alone, and its results are not summed over the parts. What a row gets
+does not depend on that: `bernoulli` draws for a row what it draws for it in the whole batch.
 """
 
 import contextlib
@@ -11,15 +14,19 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Shaped
+from jaxtyping import Array, Bool, Shaped
 
 from synthesizer_jax.axes import BATCH
 
 MeshAxes = str | tuple[str, ...] | None
 Table = Mapping[str, MeshAxes]  # logical axis -> mesh axes
+
+_PARTS = "parts of the batch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +35,12 @@ class Placement:
 
     rules: Table
     overrides: Callable[[str], Table] = lambda path: {}  # of the parameter at this path, where its rules are its own
+    parted: str | None = None  # the mesh axis that splits the batch into parts, of which one is seen
+
+    def mesh_axes(self, axis: str | None, path: str = "") -> tuple[str, ...]:
+        """The mesh axes that split a logical axis, of the parameter at a path or of an activation."""
+        rules = {**self.rules, **self.overrides(path)} if path else self.rules
+        return tuple(name for name in names(None if axis is None else rules[axis]) if name != self.parted)
 
 
 _placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("placement", default=None)
@@ -53,8 +66,7 @@ def constrain(x: Shaped[jax.Array, "..."], axes: Sequence[str | None]) -> Shaped
     placement = _placement.get()
     if placement is None:
         return x
-    parts = [None if axis is None else placement.rules[axis] for axis in axes]
-    return _constrain(x, parts)
+    return _constrain(x, [placement.mesh_axes(axis) for axis in axes])
 
 
 def gather(x: Shaped[jax.Array, "..."], axes: Sequence[str | None], path: str | None) -> Shaped[jax.Array, "..."]:
@@ -65,9 +77,8 @@ def gather(x: Shaped[jax.Array, "..."], axes: Sequence[str | None], path: str | 
     placement = _placement.get()
     if placement is None:
         return x
-    rules = {**placement.rules, **placement.overrides(path or "")}
-    batch = names(placement.rules[BATCH])
-    stored = tuple(names(None if axis is None else rules[axis]) for axis in axes)
+    batch = placement.mesh_axes(BATCH)
+    stored = tuple(placement.mesh_axes(axis, path or "") for axis in axes)
     used = tuple(tuple(name for name in part if name not in batch) for part in stored)
     return x if used == stored else _gathered(x, used, stored)
 
@@ -92,7 +103,56 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 def shards(axis: str) -> int:
     """In how many parts a logical axis is split here; 1 where nothing is placed."""
     placement = _placement.get()
-    return 1 if placement is None else _size(placement.rules[axis])
+    return 1 if placement is None else _size(placement.mesh_axes(axis))
+
+
+def part_by_part(function: Callable[..., Any], axis: str) -> Callable[..., Any]:
+    """function of one part of the batch as a function of all parts.
+
+    What goes in and comes out has a further first axis, that of the parts, split over the mesh axis: a sum over the batch,
+    such as a gradient, comes out as the sum over each part, and no device waits for another.
+    """
+    placement = _placement.get()
+
+    def of_part(*args):
+        with placed(dataclasses.replace(placement, parted=axis)):
+            return function(*args)
+
+    return jax.vmap(of_part, axis_name=_PARTS, spmd_axis_name=axis)
+
+
+def bernoulli(key: Array, p: float, shape: Sequence[int], batch: int = 0) -> Bool[Array, "..."]:
+    """jax.random.bernoulli of rows: of one part of a batch it is that part of what is drawn for the whole batch.
+
+    Args: batch: which axis of shape is the batch.
+    """
+    shape = tuple(shape)
+    if not _in_part():
+        return jax.random.bernoulli(key, p, shape)
+
+    @jax.custom_batching.custom_vmap
+    def draw(key, part):
+        del part  # which part this is; it differs from part to part, so that draw_all is called
+        return jax.random.bernoulli(key, p, shape)
+
+    @draw.def_vmap
+    def draw_all(count, _, key, part):
+        del part
+        before, rows, after = shape[:batch], shape[batch], shape[batch + 1 :]
+        drawn = jax.random.bernoulli(key, p, (*before, count * rows, *after))
+        return jnp.moveaxis(drawn.reshape(*before, count, rows, *after), batch, 0), True
+
+    return draw(key, jax.lax.axis_index(_PARTS))
+
+
+def anywhere(mask: Bool[Array, "..."]) -> Bool[Array, ""]:
+    """Whether an entry is True, in any part of the batch."""
+    return jax.lax.pmax(jnp.any(mask), _PARTS) if _in_part() else jnp.any(mask)
+
+
+def _in_part():
+    placement = _placement.get()
+    return placement is not None and placement.parted is not None
 
 
 def _constrain(x, parts):

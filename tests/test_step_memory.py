@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from synthesizer_jax import Linformer
+from synthesizer_jax.analysis.collectives import collectives
+from synthesizer_jax.analysis.hlo import Module
+from synthesizer_jax.analysis.traffic import executed
 from synthesizer_jax.models import classifier_tiny, lm_tiny, t5_1_1_tiny, t5_tiny
-from synthesizer_jax.sharding import MeshShape, named_leaves, place_batch
+from synthesizer_jax.sharding import MeshShape, Rules, named_leaves, place_batch
 from synthesizer_jax.training.loss import chunked_cross_entropy, cross_entropy
 from synthesizer_jax.training.optimizer import Adafactor, AdamW, Constant
 from synthesizer_jax.training.step import Trainer
@@ -60,6 +64,60 @@ def test_microbatches_have_the_gradient_of_the_whole_batch(shape):
     parts, of_parts = after_one_step(trainer(config, shape, microbatches=2 if shape == EIGHT else 4), batch)
     assert of_parts == pytest.approx(of_whole, rel=1e-5)
     assert_same(whole, parts, 1e-5)
+
+
+def packed(config):
+    """Two or three sequences in a row."""
+    batch, rng = ragged(config), np.random.default_rng(1)
+    for side, length in (("encoder", LENGTH), ("decoder", TARGETS)):
+        starts = np.sort(rng.integers(1, length, (ROWS, 2)), axis=1)
+        segments = 1 + (np.arange(length) >= starts[:, :1]) + (np.arange(length) >= starts[:, 1:])
+        first = np.maximum.accumulate(np.where(np.diff(segments, prepend=0) > 0, np.arange(length), 0), axis=1)
+        batch |= {f"{side}_segment_ids": segments, f"{side}_positions": np.arange(length) - first}
+    return {name: rows.astype(np.int32) for name, rows in batch.items()}
+
+
+@pytest.mark.parametrize(
+    "attention,shape,settings",
+    [
+        ("R+V", EIGHT, {}),
+        ("R+V", MeshShape(data=4, model=2), {"loss_chunks": 2}),
+        pytest.param("DynConv[width=3]", EIGHT, {}, marks=pytest.mark.slow),
+        (Linformer(LENGTH, rank=3), EIGHT, {}),
+        pytest.param("FR+V", MeshShape(data=4, model=2), {}, marks=pytest.mark.slow),
+        pytest.param("LightConv[width=3]", EIGHT, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_microbatch_drops_does_not_depend_on_the_mesh(attention, shape, settings):
+    """Dropout of each row, packed, is what it is on one device, though each part of the data axis is gone through alone."""
+    own = {} if isinstance(attention, str) else {"encoder_attention": attention}
+    config = dataclasses.replace(tiny(attention="V" if own else attention, dropout_rate=0.3), **own)
+    batch = packed(config)
+    one, of_one = after_one_step(trainer(config, microbatches=2), batch)
+    eight, of_eight = after_one_step(trainer(config, shape, microbatches=2, **settings), batch)
+    assert of_eight == pytest.approx(of_one, rel=1e-5)
+    assert_same(one, eight, 1e-5)
+
+
+def test_gradients_are_summed_over_the_data_axis_once():
+    """After the last microbatch, not after each."""
+    config = tiny()
+    made = trainer(config, MeshShape(data=8), microbatches=4)
+    module = Module.parse(made.train_step().lower(made.abstract_state(), shapes_of(config, 32)).compile().as_text())
+    found = collectives(module, executed(module), dict(made.mesh.shape))
+    gradients = 4 * sum(leaf.size for leaf in jax.tree.leaves(made.abstract_state().params))
+    assert gradients <= sum(one.bytes for one in found) < 1.01 * gradients
+
+
+def test_parameters_may_be_stored_over_the_data_axis():
+    """Then gradients are scattered over it, each time."""
+    config = tiny(dropout_rate=0.3)
+    batch = ragged(config)
+    one, of_one = after_one_step(trainer(config, microbatches=2), batch)
+    made = trainer(config, EIGHT, microbatches=2, rules=Rules({"embed": ("data", "fsdp")}))
+    eight, of_eight = after_one_step(made, batch)
+    assert of_eight == pytest.approx(of_one, rel=1e-5)
+    assert_same(one, eight, 1e-5)
 
 
 def test_each_microbatch_has_its_own_dropout():

@@ -176,7 +176,13 @@ def test_any_mesh_trains_as_one_device_and_compiles_once(shape, monkeypatch):
     assert len(traces) == 1
 
     axes = dict(named_leaves(parameters.abstract(WITH_DROPOUT)[0]))
-    sizes = {"vocab": shape.model, "mlp": shape.model, "heads": shape.model, "embed": shape.fsdp}
+    sizes = {
+        "vocab": shape.model,
+        "mlp": shape.model,
+        "heads": shape.model,
+        "embed": shape.fsdp,
+        "synth_query": shape.fsdp,
+    }
     for name, leaf in named_leaves(state.params):
         parts = leaf.size // leaf.addressable_shards[0].data.size
         assert parts == np.prod([sizes.get(axis, 1) for axis in axes[name].axes]), name

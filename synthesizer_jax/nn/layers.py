@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from synthesizer_jax import activations
 from synthesizer_jax.axes import EMBED, VOCAB, Param, contract, fan_in, normal, ones
 from synthesizer_jax.axes import MLP as MLP_AXIS
 from synthesizer_jax.scores.base import check_positive, from_zero
@@ -113,5 +114,5 @@ def dropout(x: Float[Array, "b q e"], rate: float, key: Array | None) -> Float[A
     """Dropout with one mask for all positions of a sequence, as in T5; none without a key."""
     if key is None or rate == 0:
         return x
-    keep = jax.random.bernoulli(key, 1 - rate, (x.shape[0], 1, x.shape[2]))
+    keep = activations.bernoulli(key, 1 - rate, (x.shape[0], 1, x.shape[2]))
     return jnp.where(keep, x / (1 - rate), 0)

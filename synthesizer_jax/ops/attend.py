@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from synthesizer_jax import activations
 from synthesizer_jax.axes import contract
 from synthesizer_jax.scores.base import Scores
 
@@ -232,7 +233,7 @@ def _row_max(logits, allowed):
 
 def drop_keys(values: Float[Array, "b k h d"], dropout: Dropout) -> Float[Array, "b k h d"]:
     """The values without those that are dropped, whole keys of a head, the others scaled up."""
-    keep = jax.random.bernoulli(dropout.key, 1 - dropout.rate, values.shape[:3])[..., None]
+    keep = activations.bernoulli(dropout.key, 1 - dropout.rate, values.shape[:3])[..., None]
     return jnp.where(keep, values / (1 - dropout.rate), 0)
 
 

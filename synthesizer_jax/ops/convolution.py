@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from synthesizer_jax import activations
 from synthesizer_jax.ops.attend import Dropout
 
 # Tokens of a block: the matrix unit's side. With 256 the band's pieces are twice as large for the same result.
@@ -70,9 +71,9 @@ def exclude(logits: Float[Array, "w _b _q h"], within: Bool[Array, "w _b _q"]) -
     return jnp.where(within[..., None], logits, jnp.asarray(excluded, logits.dtype))
 
 
-def drop_taps(shape: tuple[int, ...], dropout: Dropout) -> Float[Array, "..."]:
+def drop_taps(shape: tuple[int, int, int, int], dropout: Dropout) -> Float[Array, "w b q h"]:
     """DropConnect: factors of the kernels, 0 with probability rate, else 1 / (1 - rate)."""
-    keep = jax.random.bernoulli(dropout.key, 1 - dropout.rate, shape)
+    keep = activations.bernoulli(dropout.key, 1 - dropout.rate, shape, batch=1)
     return jnp.where(keep, 1 / (1 - dropout.rate), 0).astype(jnp.float32)
 
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from synthesizer_jax import activations
+
 
 def each_segment(
     function: Callable[[Bool[Array, "b q"], Bool[Array, "b k"]], Float[Array, "..."]],
@@ -25,7 +27,7 @@ def each_segment(
     def add(total, segment):
         queries = of_queries == segment
         return jax.lax.cond(
-            jnp.any(queries), lambda: total + function(queries, of_keys == segment), lambda: total
+            activations.anywhere(queries), lambda: total + function(queries, of_keys == segment), lambda: total
         ), None
 
     numbers = jnp.arange(1, q_segments.shape[1] + 1, dtype=order.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
 from synthesizer_jax import activations, sharding
@@ -158,27 +158,51 @@ class Trainer:
         """The sum of (gradients, sums) over the microbatches, gradients in float32; each has its own dropout.
 
         They are weighed by the real targets of the whole batch, so that the sum is the gradient of the whole batch, even
-        where one microbatch has few targets or none.
+        where one microbatch has few targets or none. Each part of the data axis adds up its own; the parts are summed once.
         """
         count = self.microbatches
         if count == 1:
             return gradients_of(batch, key)
-        parts = {name: _microbatches(rows, count) for name, rows in batch.items()}
+        copies = self._copies()
+        microbatches = {name: _microbatches(rows, count, copies) for name, rows in batch.items()}
 
-        def one(total, xs):
-            index, part = xs
-            gradients, sums = gradients_of(part, jax.random.fold_in(key, index))
-            gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-            return jax.tree.map(jnp.add, total, (gradients, sums)), None
+        def add(total, xs):
+            index, rows = xs
 
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), parameters.abstract(self.config)[0])
-        start = (self._in_parts(zeros), LossSums(*[jnp.float32(0)] * len(LossSums._fields)))
-        return jax.lax.scan(one, start, (jnp.arange(count), parts))[0]
+            def of_rows(rows):
+                gradients, sums = gradients_of(rows, jax.random.fold_in(key, index))
+                return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums
 
-    def _in_parts(self, gradients):
+            more = activations.part_by_part(of_rows, sharding.DATA)(rows) if copies else of_rows(rows)
+            return jax.tree.map(jnp.add, total, more), None
+
+        of_each = (copies,) if copies else ()
+        zeros = jax.tree.map(lambda p: jnp.zeros((*of_each, *p.shape)), parameters.abstract(self.config)[0])
+        sums = LossSums(*[jnp.zeros(of_each)] * len(LossSums._fields))
+        total, _ = jax.lax.scan(add, (self._in_parts(zeros, copies), sums), (jnp.arange(count), microbatches))
+        if not copies:
+            return total
+        gradients, sums = jax.tree.map(lambda parts: jnp.sum(parts, axis=0), total)
+        return self._in_parts(gradients), sums
+
+    def _copies(self) -> int:
+        """How many parts of the data axis have gradients of their own until the last microbatch; 0: there is one set."""
+        placed = self._placed_parameters()
+        stored = {name for s in jax.tree.leaves(placed) for part in s.spec for name in activations.names(part)}
+        parts = self.mesh.shape[sharding.DATA]
+        return 0 if parts == 1 or sharding.DATA in stored else parts
+
+    def _in_parts(self, gradients, copies=0):
         """Gradients split as their parameters are stored: what is summed over devices is scattered over them as well."""
-        placed = sharding.parameter_shardings(self.mesh, parameters.abstract(self.config)[0], self.rules)
-        return jax.tree.map(lambda g, s: jax.lax.with_sharding_constraint(g, s.spec), gradients, placed)
+        before = (sharding.DATA,) if copies else ()
+        return jax.tree.map(
+            lambda g, s: jax.lax.with_sharding_constraint(g, PartitionSpec(*before, *s.spec)),
+            gradients,
+            self._placed_parameters(),
+        )
+
+    def _placed_parameters(self):
+        return sharding.parameter_shardings(self.mesh, parameters.abstract(self.config)[0], self.rules)
 
     def eval_step(self) -> "OnMesh":
         """(state, batch) -> the sums loss, accuracy, weight and nats, without dropout, label smoothing and z-loss."""
@@ -257,10 +281,18 @@ def check_batch(batch: Mapping[str, Any], keys: BatchKeys = ENCODER_DECODER) -> 
             raise ValueError(f"batch[{name!r}]: expected whole numbers, got {batch[name].dtype}")
 
 
-def _microbatches(rows: Int[Array, "b *t"], count: int) -> Int[Array, "m b2 *t"]:
-    """The rows of a batch in `count` parts, of each device's own rows: nothing moves between devices."""
+def _microbatches(rows: Int[Array, "b *t"], count: int, copies: int) -> Int[Array, "m ..."]:
+    """The rows of a batch in `count` parts, of each device's own rows: nothing moves between devices.
+
+    Where there are copies, the rows of a microbatch are [copies, rows / copies].
+    """
+    whole = (None,) * (rows.ndim - 1)
     parts = rows.reshape(rows.shape[0] // count, count, *rows.shape[1:]).swapaxes(0, 1)
-    return activations.constrain(parts, (None, BATCH, *[None] * (rows.ndim - 1)))
+    parts = activations.constrain(parts, (None, BATCH, *whole))
+    if not copies:
+        return parts
+    parts = parts.reshape(count, copies, -1, *rows.shape[1:])
+    return jax.lax.with_sharding_constraint(parts, PartitionSpec(None, sharding.DATA, sharding.FSDP, *whole))
 
 
 def _real(batch: Batch) -> dict[str, Array]:
