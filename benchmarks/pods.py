@@ -100,6 +100,7 @@ def memory() -> Iterator[Case]:
         "4 microbatches": ("MICROBATCHES=4",),
         "remat": (FULL,),
         "8 loss chunks": ("LOSS_CHUNKS=8",),
+        "remat, 8 loss chunks": (FULL, "LOSS_CHUNKS=8"),
         "fsdp": mesh(data=1, fsdp=4),
         "all of these": (FULL, "MICROBATCHES=4", "LOSS_CHUNKS=8", *mesh(data=1, fsdp=4)),
     }
@@ -114,6 +115,21 @@ def meshes() -> Iterator[Case]:
         name = " x ".join(f"{axis}={size}" for axis, size in axes.items())
         flags = (BF16, "PACK=False", *mesh(**axes))
         yield Case("meshes", name, "v5e:4x4", "train", ("experiments/c4/R+V.gin",), flags)
+
+
+def random_scores() -> Iterator[Case]:
+    """R [h, n, n] of T5 small split over the model axis in every possible way; it is stored by query over fsdp as well."""
+    files = ("models/t5_small.gin", "attention/R.gin", "runs/compile.gin")
+    for name, split in {
+        "heads": {},
+        "queries": {"heads": None, "synth_query": "model"},
+        "keys": {"heads": None, "synth_key": "model"},
+        "not split": {"heads": None},
+    }.items():
+        rules = {".*/scores/.*R": split} if split else {}
+        flags = (BF16, "PACK=False", "BATCH_SIZE=32", *lengths(LENGTHS), *mesh(data=1, model=4))
+        given = ("compile.rules=@Rules()", f"Rules.parameters={rules!r}")
+        yield Case("R", name, "v5e:2x2", "train", files, (*flags, *given))
 
 
 LARGE = {"3b": ("v5e:4x4", 16), "11b": ("v4:4x4x4", 64)}  # what more than 4 chips are needed for
@@ -152,6 +168,7 @@ SECTIONS = {
     "paper": paper,
     "memory": memory,
     "meshes": meshes,
+    "R": random_scores,
     "scaling": scaling,
     "11b": largest,
     "attentions": attentions,
@@ -254,6 +271,7 @@ def _page(found) -> Iterator[str]:
         ("11b", "T5 11B", ELEVEN, _pods),
         ("scaling", "Weak scaling", SCALING, _scaling),
         ("meshes", "Other meshes", MESHES, _meshes),
+        ("R", "What R is split over", RANDOM, _meshes),
         ("memory", "What saves memory", MEMORY, _memory_table),
         ("attentions", "Every attention", ATTENTIONS, _grid),
         ("models", "Every model", MODELS, _grid),
@@ -417,8 +435,11 @@ embedding (99 MB, twice: of tokens and of logits) in float32 make 737 MB = 703 M
 exchanged, nor are logits. Of n chips, each sends 2 (n - 1) / n times as much by a ring: 1.5 times at 4 chips, twice at many."""
 MESHES = """experiments/c4/R+V.gin, batch 128 on v5e:4x4. Attention weights of a layer are [b, 8, 512, 512] and logits
 [b, 114, 32128] for b sequences; the largest array of each kind of collective is beside it."""
-MEMORY = """experiments/c4/R+V.gin on v5e:2x2, batch 32, one change at a time. Microbatches exchange all gradients once for each
-part."""
+RANDOM = """T5 small with R at 512 and 114 tokens, batch 32, four chips on the model axis, with R [h, n, n] split over it by head, by query, by
+key or not at all. By head is the default."""
+MEMORY = """experiments/c4/R+V.gin on v5e:2x2, batch 32, one change at a time. Microbatches add up
+gradients in float32 and exchange them once; without them, those of layers are exchanged in bfloat16. Chunks of the loss save what
+logits need, which counts where the peak is there: where layers are recomputed, or few."""
 ATTENTIONS = "Every file of gin_configs/attention in T5 tiny, 2 sequences a chip, 512 and 114 tokens, with dropout."
 MODELS = """Every file of gin_configs/models with three kinds of attention, 2 sequences a chip, with dropout; from 3 billion
 parameters on split over all chips and recomputed."""

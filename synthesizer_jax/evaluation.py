@@ -54,6 +54,7 @@ def evaluate(
     use_cached_tasks: bool | None = None,
     random_seed: int = 0,
     mesh: sharding.MeshShape | None = None,
+    rules: sharding.Rules | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The metrics of each task that has the split, over all of its examples.
 
@@ -69,6 +70,7 @@ def evaluate(
       use_cached_tasks: None: where there is a cache.
       random_seed: of preprocessors that draw at random.
       mesh: how the devices are arranged; None: each holds the whole model.
+      rules: where arrays are split over the mesh in another way than sharding.RULES says.
 
     Returns: task -> metric -> value.
     Raises: ValueError where the checkpoint, the task, its split, its labels, or what its metrics need is not there.
@@ -79,8 +81,9 @@ def evaluate(
     folder = _folder(output_dir, path.parent / "inference_eval")
     of_data = {"split": split, "use_cached_tasks": use_cached_tasks, "seed": random_seed}
     tasks = _labelled(tasks, task_feature_lengths, **of_data)
+    on_mesh = {"mesh": mesh, "rules": rules}
     path, predictor = checkpoint.use(
-        checkpoint_path, lambda found: load(found, tasks, task_feature_lengths, batch_size, mesh)
+        checkpoint_path, lambda found: load(found, tasks, task_feature_lengths, batch_size, **on_mesh)
     )
     for cut in (cut for task in tasks for cut in data.cut_examples(task, task_feature_lengths, **of_data)):
         say(cut)
@@ -216,6 +219,7 @@ def infer(
     use_cached_tasks: bool | None = None,
     random_seed: int = 0,
     mesh: sharding.MeshShape | None = None,
+    rules: sharding.Rules | None = None,
 ) -> list[str]:
     """Writes what the model says to a split of a task, or to each line of a text file, as jsonl.
 
@@ -236,8 +240,9 @@ def infer(
     else:
         tasks = seqio.get_subtasks(data.get_mixture_or_task(mixture_or_task_name))[:1]
     folder = _folder(output_dir, path.parent / "inference")
+    on_mesh = {"mesh": mesh, "rules": rules}
     path, predictor = checkpoint.use(
-        checkpoint_path, lambda found: load(found, tasks, task_feature_lengths, batch_size, mesh)
+        checkpoint_path, lambda found: load(found, tasks, task_feature_lengths, batch_size, **on_mesh)
     )
     lengths = dict(task_feature_lengths)
     if input_file is None:
@@ -291,6 +296,7 @@ def load(
     lengths: Mapping[str, int],
     batch_size: int,
     mesh: sharding.MeshShape | None = None,
+    rules: sharding.Rules | None = None,
 ) -> Predictor:
     """The model of a checkpoint on all devices, for tasks that share a vocabulary; checked before arrays are read."""
     if batch_size < 1:
@@ -299,12 +305,11 @@ def load(
     data.check_lengths(lengths, config.batch)
     for task in tasks:
         data.check_model(task.name, config)
-    on_mesh = (mesh or sharding.MeshShape()).build()
-    _, trained, fixed = checkpoint.restore_params(path, on_mesh)
+    on_mesh, rules = (mesh or sharding.MeshShape()).build(), rules or sharding.Rules()
+    _, trained, fixed = checkpoint.restore_params(path, on_mesh, rules=rules)
     vocabulary = tasks[0].output_features[data.TARGETS].vocabulary
-    return Predictor(
-        config, trained, fixed, on_mesh, batch_size, dict(lengths), vocabulary.eos_id, vocabulary.vocab_size
-    )
+    ids = {"eos_id": vocabulary.eos_id, "vocab_size": vocabulary.vocab_size}
+    return Predictor(config, trained, fixed, on_mesh, batch_size, dict(lengths), **ids, rules=rules)
 
 
 # Examples

@@ -37,6 +37,7 @@ class Predictor:
     lengths: Mapping[str, int]  # tokens of the task's features; shorter examples are padded
     eos_id: int | None  # None for a classifier
     vocab_size: int  # ids, or classes, from here on are never produced
+    rules: sharding.Rules = sharding.Rules()  # where they differ from sharding.RULES
 
     def predict(self, examples: Iterable[Example], features: Features) -> Iterator[tuple[Example, np.ndarray]]:
         """Each example with what the model answers, ids.
@@ -58,7 +59,7 @@ class Predictor:
         def answer(trained, fixed, batch):
             return dataclasses.replace(self, trained=trained, fixed=fixed)._answering()[1](batch)
 
-        with sharding.on(self.mesh):
+        with sharding.on(self.mesh, self.rules):
             return jax.jit(answer).lower(self.trained, self.fixed, batch)
 
     def _answering(self):
@@ -83,7 +84,7 @@ class Predictor:
             rows = [features(example) for example in chunk]
             rows += rows[-1:] * (size - len(rows))
             batch = {name: np.stack([_padded(row[name], width) for row in rows]) for name, width in widths.items()}
-            with sharding.on(self.mesh):
+            with sharding.on(self.mesh, self.rules):
                 yield from zip(chunk, np.asarray(function(self._place(batch))), strict=False)
 
     def _place(self, batch):

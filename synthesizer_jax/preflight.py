@@ -38,7 +38,7 @@ def before_training(arguments: Mapping[str, Any]) -> list[str]:
     trainer.abstract_state()
     lines += _describe_cuts(a, "train")
     lines += _describe_batch(a["pack"], a["task_feature_lengths"], a["batch_size"], a["model"])
-    lines.append("devices: " + " x ".join(f"{name}={size}" for name, size in mesh.shape.items()))
+    lines.append(_describe_devices(mesh))
     return lines + _describe_start(a)
 
 
@@ -81,7 +81,21 @@ def _describe_use(a: Mapping[str, Any], found: epath.Path) -> list[str]:
     _check_data(a, config)
     source += _describe_cuts(a, a["split"]) if a.get("input_file") is None else []
     batch = _describe_batch(False, a["task_feature_lengths"], a["batch_size"], config)
-    return [*checkpoint.damaged(a["checkpoint_path"]), f"checkpoint: {found}", *source, *batch]
+    mesh, rules = (a["mesh"] or sharding.MeshShape()).build(), a["rules"] or sharding.Rules()
+    declared = parameters.abstract(config)
+    sharding.check_rules(rules, *declared)
+    sharding.shaped(mesh, declared, rules)
+    return [
+        *checkpoint.damaged(a["checkpoint_path"]),
+        f"checkpoint: {found}",
+        *source,
+        *batch,
+        _describe_devices(mesh),
+    ]
+
+
+def _describe_devices(mesh: jax.sharding.Mesh) -> str:
+    return "devices: " + " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
 
 
 def _check_data(a: Mapping[str, Any], config: ModelConfig) -> None:

@@ -9,7 +9,7 @@ import pytest
 from test_checkpoint import SIZES, assert_equal_states
 
 from synthesizer_jax.models import classifier_tiny, lm_tiny, parameters, t5_tiny
-from synthesizer_jax.sharding import MeshShape, named_leaves
+from synthesizer_jax.sharding import MeshShape, Rules, named_leaves
 from synthesizer_jax.training import checkpoint, layouts, restoring
 from synthesizer_jax.training.checkpoint import CheckpointWriter
 from synthesizer_jax.training.optimizer import Adafactor, AdamW, Constant
@@ -165,6 +165,16 @@ def test_parameters_alone_and_an_encoder_from_the_other_layout(saved):
     trained, _ = checkpoint.initial_params(folder, MESHES["one device"], classifier, seed=0)
     wi = trained["encoder"]["layers"]["1"]["mlp"]["wi"]
     np.testing.assert_array_equal(wi, state.params["encoder"]["layers"]["mlp"]["wi"][1])
+
+
+def test_training_begins_from_a_checkpoint_by_rules_of_ones_own(saved):
+    """Heads that do not divide over eight devices stay whole: what is read is split as the run's rules say."""
+    _, folder = saved(STACKED, "Adafactor")
+    mesh, rules = MeshShape(data=1, model=8).build(jax.devices()[:8]), Rules({"heads": None})
+    for config in (STACKED, classifier_tiny(3, "fixedR+V", max_length=12, **SIZES)):
+        trained, _ = checkpoint.initial_params(folder, mesh, config, seed=0, rules=rules)
+        assert trained["embedding"]["embedding"].sharding.spec[0] == "model"
+        assert "model" not in trained["encoder"]["layers"]["attention"]["value"].sharding.spec
 
 
 def test_layers_that_are_not_alike_are_not_stacked(tmp_path):

@@ -14,6 +14,7 @@ import tensorflow as tf
 import synthesizer_jax as sj
 from synthesizer_jax.evaluation import evaluate, infer
 from synthesizer_jax.models import parameters
+from synthesizer_jax.sharding import MeshShape, Rules
 from synthesizer_jax.tasks.quickstart import OUTPUT_FEATURES, VOCABULARY
 from synthesizer_jax.training import checkpoint
 from synthesizer_jax.training.checkpoint import CheckpointWriter
@@ -128,6 +129,26 @@ def test_the_metrics_count_every_example_whatever_the_batch_size(model_dir, tmp_
         assert lines(tmp_path / str(size) / f"{name}-metrics.jsonl") == [
             {"step": STEP, "split": "validation", "examples": 23} | result[name]
         ]
+
+
+def test_a_mesh_and_rules_change_no_result(model_dir, tmp_path):
+    """4 heads do not divide over 8 devices; with rules that leave them whole the model is used as it was trained."""
+    name, mesh = "evaluation_test_plain", MeshShape(data=1, model=8)
+    whole = run(evaluate, model_dir, tmp_path / "whole", name)[name]
+    with pytest.raises(ValueError, match=r"axis 'heads' of size 4 does not divide over model=8; .*Rules\(axes="):
+        run(evaluate, model_dir, tmp_path / "no", name, mesh=mesh)
+    rules = Rules({"heads": None})
+    split = run(evaluate, model_dir, tmp_path / "split", name, mesh=mesh, rules=rules)[name]
+    np.testing.assert_allclose(split.pop("log_likelihood"), whole.pop("log_likelihood"), rtol=1e-5)
+    assert split == whole
+    said = [
+        [line["prediction"] for line in lines(path)]
+        for path in run(infer, model_dir, tmp_path / "infer", name, mesh=mesh, rules=rules)
+        + [tmp_path / "whole" / f"{name}-{STEP}.jsonl"]
+    ]
+    assert said[0] == said[1]
+    with pytest.raises(ValueError, match="Rules.parameters: 'R' matches no parameter"):
+        run(infer, model_dir, tmp_path / "infer", name, rules=Rules(parameters={"R": {"heads": None}}))
 
 
 def test_examples_that_are_cut_are_said(model_dir, tmp_path, capfd):

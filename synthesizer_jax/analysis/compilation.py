@@ -200,7 +200,7 @@ def _batch(model, batch_size, lengths, packed):
 
 def _predictor(trainer, batch_size, lengths):
     state = trainer.abstract_state()
-    options = {"batch_size": batch_size, "lengths": lengths, "eos_id": 1}
+    options = {"batch_size": batch_size, "lengths": lengths, "eos_id": 1, "rules": trainer.rules}
     classes = getattr(trainer.config, "num_classes", trainer.config.vocab_size)
     return Predictor(trainer.config, state.params, state.fixed, trainer.mesh, vocab_size=classes, **options)
 

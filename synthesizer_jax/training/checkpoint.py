@@ -234,12 +234,15 @@ def restore(checkpoint: epath.PathLike, target: Any) -> Any:
 
 
 def restore_params(
-    path: epath.PathLike, mesh: Mesh | None = None, config: ModelConfig | None = None
+    path: epath.PathLike,
+    mesh: Mesh | None = None,
+    config: ModelConfig | None = None,
+    rules: sharding.Rules = sharding.Rules(),
 ) -> tuple[ModelConfig, dict, dict]:
     """(config, trained, fixed): the model alone from a checkpoint or the last one of a model_dir, laid out on `mesh`.
 
     mesh: default all devices, parameters whole on each. config: how to use the model, where it differs from the saved
-    one in the few fields that may (FREE_FIELDS); checked.
+    one in the few fields that may (FREE_FIELDS); checked. rules: how they are split, where it differs from sharding.RULES.
     """
     mesh = sharding.MeshShape().build() if mesh is None else mesh
 
@@ -247,7 +250,9 @@ def restore_params(
         if config is not None:
             check_same_model(checkpoint, config)
         used = read_config(checkpoint) if config is None else config
-        trained, fixed = (sharding.shaped(mesh, declared) for declared in parameters.abstract(used))
+        declared = parameters.abstract(used)
+        sharding.check_rules(rules, *declared)
+        trained, fixed = (sharding.shaped(mesh, tree, rules) for tree in declared)
         state = restoring.restore(checkpoint, {"params": trained, "fixed": fixed}, top=("params", "fixed"))
         return used, state["params"], state["fixed"]
 
@@ -264,7 +269,9 @@ def check_initial(checkpoint: epath.PathLike, config: ModelConfig) -> str:
     return f"embedding and encoder of {checkpoint}, with a new head"
 
 
-def initial_params(path: epath.PathLike, mesh: Mesh, config: ModelConfig, seed: int) -> tuple[dict, dict]:
+def initial_params(
+    path: epath.PathLike, mesh: Mesh, config: ModelConfig, seed: int, rules: sharding.Rules = sharding.Rules()
+) -> tuple[dict, dict]:
     """(trained, fixed) parameters to begin training with, from a checkpoint or the last one of a model_dir.
 
     All of the same model's; of an encoder-decoder, for a classifier, embedding and encoder, which must be equal but for
@@ -276,15 +283,15 @@ def initial_params(path: epath.PathLike, mesh: Mesh, config: ModelConfig, seed: 
     def read(checkpoint):
         check_initial(checkpoint, config)
         if _is_encoder_for(checkpoint, config):
-            return _with_new_head(checkpoint, mesh, config, seed)
-        return restore_params(checkpoint, mesh, config)[1:]
+            return _with_new_head(checkpoint, mesh, config, seed, rules)
+        return restore_params(checkpoint, mesh, config, rules)[1:]
 
     return use(path, read)[1]
 
 
-def _with_new_head(checkpoint, mesh, config, seed):
-    placed = sharding.shaped(mesh, parameters.abstract(config))
-    state = restoring.restore(checkpoint, restoring.nested(_encoder_of(config, mesh)), top=ENCODER_PATHS)
+def _with_new_head(checkpoint, mesh, config, seed, rules):
+    placed = sharding.shaped(mesh, parameters.abstract(config), rules)
+    state = restoring.restore(checkpoint, restoring.nested(_encoder_of(config, mesh, rules)), top=ENCODER_PATHS)
     names = [name for name in placed[0] if name not in state["params"]]
 
     def draw(seed):
@@ -301,11 +308,11 @@ def _is_encoder_for(checkpoint, config):
     return isinstance(config, EncoderOnlyConfig) and isinstance(read_config(checkpoint), EncoderDecoderConfig)
 
 
-def _encoder_of(config, mesh=None):
+def _encoder_of(config, mesh=None, rules=sharding.Rules()):
     """path -> declaration, or array to be restored on `mesh`, of what a classifier shares with an encoder-decoder."""
     trained, fixed = parameters.abstract(config)
     tree = {"params": trained, "fixed": fixed}
-    tree = tree if mesh is None else sharding.shaped(mesh, tree)
+    tree = tree if mesh is None else sharding.shaped(mesh, tree, rules)
     return {name: leaf for name, leaf in sharding.named_leaves(tree) if restoring.below(name, ENCODER_PATHS)}
 
 

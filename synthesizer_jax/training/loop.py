@@ -273,7 +273,7 @@ def _begin(
     if initial_checkpoint_path is not None:
 
         def read(found):
-            return checkpoint.initial_params(found, trainer.mesh, trainer.config, trainer.seed)
+            return checkpoint.initial_params(found, trainer.mesh, trainer.config, trainer.seed, trainer.rules)
 
         found, (trained, fixed) = checkpoint.use(initial_checkpoint_path, read)
         say(f"starts from {checkpoint.check_initial(found, trainer.config)}")
