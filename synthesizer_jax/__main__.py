@@ -134,10 +134,6 @@ def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
         if first:
             print("\n".join([plan.config, *facts, "nothing was run (--dry_run)"]))
         return
-    if plan.command == "train" and first:
-        folder = epath.Path(plan.arguments["model_dir"])
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.gin").write_text(plan.config)
     result = plan.run()
     if first:
         _report(plan.command, result)
@@ -165,6 +161,8 @@ def _compile_bindings(arguments: argparse.Namespace) -> list[str]:
         raise ValueError(f"{names}: of `compile` only, not of `{arguments.command}`")
     if arguments.json and not epath.Path(arguments.json).parent.is_dir():
         raise ValueError(f"--json: no such directory: {epath.Path(arguments.json).parent}")
+    if arguments.json and epath.Path(arguments.json).is_dir():
+        raise ValueError(f"--json: expected a file, got the directory {arguments.json}")
     return [f"compile.{name} = {value!r}" for name, value in given.items()]
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Shaped
 
-from synthesizer_jax.axes import BATCH
+from synthesizer_jax.axes import BATCH, EMBED
 
 MeshAxes = str | tuple[str, ...] | None
 Table = Mapping[str, MeshAxes]  # logical axis -> mesh axes
@@ -98,6 +98,40 @@ def _gathered_backward(used, stored, _, gradient):
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def looked_up(x: Shaped[jax.Array, "b q e"]) -> Shaped[jax.Array, "b q e"]:
+    """Rows of a table that is stored by e: their gradient is exchanged, so that each device has its e of more rows.
+
+    Left alone, the partitioner may gather the gradient of the whole batch on every device.
+    """
+    placement = _placement.get()
+    if placement is None:
+        return x
+    batch, stored = placement.mesh_axes(BATCH), placement.mesh_axes(EMBED)
+    stay, move = (tuple(name for name in batch if (name in stored) is moves) for moves in (False, True))
+    outer, inner = _size(stay), _size(move)
+    divides = x.shape[0] % (outer * inner) == 0 and x.shape[2] % inner == 0
+    return _looked_up(x, stay, move) if inner > 1 and batch == stay + move and divides else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _looked_up(x, stay, move):
+    return x
+
+
+def _looked_up_forward(x, stay, move):
+    return x, None
+
+
+def _looked_up_backward(stay, move, _, gradient):
+    rows = gradient.reshape(_size(stay), -1, *gradient.shape[1:])  # an exchange within each part of the first axis
+    rows = _constrain(rows, (stay, move, None, None))
+    features = _constrain(rows, (stay, None, None, move))
+    return (_constrain(features.reshape(gradient.shape), (stay, None, move)),)
+
+
+_looked_up.defvjp(_looked_up_forward, _looked_up_backward)
 
 
 def shards(axis: str) -> int:

@@ -88,7 +88,7 @@ MACROS = {
     "PACK": ("False", "whether several examples share a row in training"),
     "CHECKPOINT_PERIOD": ("1000", "steps between checkpoints"),
     "KEEP": ("3", "how many checkpoints stay, the last ones; None: all"),
-    "KEEP_PERIOD": ("10000", "checkpoints at multiples of so many steps stay for good, besides"),
+    "KEEP_PERIOD": ("10000", "checkpoints at multiples of so many steps stay besides, as long as it is given"),
     "EVAL_PERIOD": ("1000", "steps between evaluations of the loss in training"),
     "PROFILE_STEPS": ("(100, 105)", "steps, from the first to before the second, that are traced to MODEL_DIR/profile"),
     "DTYPE": ('"bfloat16"', "of activations; parameters are float32"),
@@ -159,8 +159,10 @@ class Plan:
         return _imported(where)(bound.arguments)
 
     def run(self) -> Any:
-        """Calls the command's function."""
-        return _function(self.command)(**self.arguments)
+        """Calls the command's function; what trains writes the configuration to its model_dir."""
+        function = _function(self.command)
+        notes = {"notes": {"config.gin": self.config}} if self.command == "train" else {}
+        return function(**self.arguments, **notes)
 
 
 def make_plan(command: str, gin_files: Sequence[str], flags: Sequence[str], search_paths: Sequence[str] = ()) -> Plan:

@@ -13,7 +13,7 @@ from etils import epath
 
 from synthesizer_jax import data, evaluation, sharding
 from synthesizer_jax.models import ModelConfig, count_parameters, parameters
-from synthesizer_jax.training import checkpoint, profiling, throughput, watchdog
+from synthesizer_jax.training import checkpoint, loop, profiling, throughput, watchdog
 from synthesizer_jax.training.step import Trainer
 
 
@@ -24,6 +24,7 @@ def before_training(arguments: Mapping[str, Any]) -> list[str]:
     profiling.check_steps(a["profile_steps"], a["train_steps"])
     throughput.check_peak(a["peak_flops_per_device"])
     watchdog.check_seconds(a["watchdog_seconds"])
+    checkpoint.check_kept(a["keep"], a["keep_period"])
     checkpoint.check_folder(a["model_dir"])
     _check_writable("model_dir", a["model_dir"])
     mesh = (a["mesh"] or sharding.MeshShape()).build()
@@ -38,7 +39,7 @@ def before_training(arguments: Mapping[str, Any]) -> list[str]:
     trainer.abstract_state()
     lines += _describe_cuts(a, "train")
     lines += _describe_batch(a["pack"], a["task_feature_lengths"], a["batch_size"], a["model"])
-    lines.append(_describe_devices(mesh))
+    lines.append(sharding.described(mesh))
     return lines + _describe_start(a)
 
 
@@ -46,6 +47,7 @@ def _describe_start(a: Mapping[str, Any]) -> list[str]:
     if checkpoint.exists(a["model_dir"]):
         found = checkpoint.find(a["model_dir"])
         checkpoint.check_same_model(found, a["model"])
+        _check_same_batches(a, found)
         if checkpoint.step_of(found) > a["train_steps"]:
             raise ValueError(f"train_steps: {found} is past step {a['train_steps']} already; expected at least as many")
         return [*checkpoint.damaged(a["model_dir"]), f"continues from {found}"]
@@ -54,6 +56,20 @@ def _describe_start(a: Mapping[str, Any]) -> list[str]:
         passed_over = checkpoint.damaged(a["initial_checkpoint_path"])
         return [*passed_over, f"starts from {checkpoint.check_initial(found, a['model'])}"]
     return [f"starts from new parameters, seed {a['random_seed']}"]
+
+
+def _check_same_batches(a: Mapping[str, Any], found: epath.Path) -> None:
+    """What can be told without reading examples."""
+    options = {"seed": a["random_seed"], "pack": a["pack"], "shards": a["data_shards"]}
+    given = data.settings(
+        a["mixture_or_task_name"],
+        a["task_feature_lengths"],
+        a["batch_size"],
+        keys=a["model"].batch,
+        use_cached_tasks=a["use_cached_tasks"],
+        **options,
+    )
+    data.check_settings(loop.position(found), given)
 
 
 def before_evaluation(arguments: Mapping[str, Any]) -> list[str]:
@@ -90,12 +106,8 @@ def _describe_use(a: Mapping[str, Any], found: epath.Path) -> list[str]:
         f"checkpoint: {found}",
         *source,
         *batch,
-        _describe_devices(mesh),
+        sharding.described(mesh),
     ]
-
-
-def _describe_devices(mesh: jax.sharding.Mesh) -> str:
-    return "devices: " + " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
 
 
 def _check_data(a: Mapping[str, Any], config: ModelConfig) -> None:

@@ -278,5 +278,13 @@ def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
         yield path_name(path), leaf
 
 
+def described(mesh: Mesh) -> str:
+    """A line for the user."""
+    kinds = sorted({device.device_kind for device in mesh.devices.flat})
+    processes = len({device.process_index for device in mesh.devices.flat})
+    of_processes = f", of {processes} processes" if processes > 1 else ""
+    return f"devices: {mesh.size} x {', '.join(kinds)}{of_processes}: {_shown(mesh)}"
+
+
 def _shown(mesh: Mesh) -> str:
     return " x ".join(f"{name}={size}" for name, size in mesh.shape.items())

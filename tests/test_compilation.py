@@ -126,11 +126,13 @@ def test_an_experiments_file_is_enough():
 
 WRONG = {
     "v9:2x2": "topology: no TPU generation 'v9'; known: v2, v3, v4, v5e, v5p, v6e, tpu7x, and cpu",
-    "v5litepod-16": "topology: expected GENERATION:SIZES, such as v5e:4x4, .*, got 'v5litepod-16'",
+    "v5litepod-16": "topology: expected GENERATION:SIZES, such as v5e:4x4, .*, got 'v5litepod-16'; .*v5litepod-16 is v5e:4x4",
     "v5e:4": "topology: v5e has 2 axes, as in v5e:4x4, got 'v5e:4'",
     "v5e:4x4x4": "topology: v5e has 2 axes",
     "v5e:32x32": "topology: v5e:32x32 would have 1,024 chips, but a slice of v5e has at most 256; .*--slices",
     "cpu:2x2": "topology: CPUs are counted, as in cpu:8, and have no slices, got 1 of 'cpu:2x2'",
+    "cpu:0": "topology: expected 1 to 1024 CPU devices, got 'cpu:0'",
+    "cpu:99999": "topology: expected 1 to 1024 CPU devices, got 'cpu:99999'",
     "cpu:9": "topology: expected at most 8 CPU devices in this process, got cpu:9",
 }  # fmt: skip
 
@@ -169,6 +171,8 @@ def test_flags_of_compile_are_not_for_other_commands(capsys, tmp_path):
     assert "--topology, --json: of `compile` only, not of `costs`" in capsys.readouterr().err
     assert main(["compile", "--gin_file=experiments/c4/V.gin", "--topology=cpu:8", f"--json={tmp_path}/no/x"]) == 2
     assert f"--json: no such directory: {tmp_path}/no" in capsys.readouterr().err
+    assert main(["compile", "--gin_file=experiments/c4/V.gin", "--topology=cpu:8", f"--json={tmp_path}"]) == 2
+    assert f"--json: expected a file, got the directory {tmp_path}" in capsys.readouterr().err
 
 
 def test_every_row_of_docs_pods_is_a_command_that_is_understood():

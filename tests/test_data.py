@@ -229,7 +229,7 @@ def test_the_end_of_the_last_epoch_is_part_of_the_state():
 def test_a_state_is_refused_where_an_argument_differs():
     state = data.TrainBatches("data_test", LENGTHS, 8).state()
     other = data.TrainBatches("data_test", LENGTHS | {"targets": 8}, 4, seed=1, pack=False)
-    with pytest.raises(ValueError, match="^state: it was taken from other batches") as error:
+    with pytest.raises(ValueError, match="^data: the checkpoint was saved with other batches") as error:
         other.restore(state)
     for text in (
         "'targets': 7} then",
@@ -247,7 +247,7 @@ def test_a_state_is_refused_where_the_text_or_a_version_differs(monkeypatch):
     state = batches.state()
     monkeypatch.setitem(batches._identity, "examples", {"data_test": "0000"})
     monkeypatch.setitem(batches._identity, "seqio", "0.0.99")
-    with pytest.raises(ValueError, match=r"examples .* now; seqio '0\.0\..*' then, '0\.0\.99' now"):
+    with pytest.raises(ValueError, match=r"seqio '0\.0\..*' then, '0\.0\.99' now; examples .* now"):
         batches.restore(state)
 
 

@@ -73,6 +73,7 @@ def test_what_jax_says_is_told_in_one_line(monkeypatch, error):
         ({"coordinator_address": "node001:http"}, "--coordinator_address: expected HOST:PORT"),
         ({"process_count": 0}, "--process_count: expected at least 1, got 0"),
         ({"process_index": 2}, "--process_index: expected 0 to 1, of 2 processes, got 2"),
+        ({"process_count": 1, "process_index": 3}, "--process_index: expected 0, of 1 process, got 3"),
         ({"process_index": -1}, "--process_index: expected 0 to 1"),
         ({"timeout": 0}, "--initialization_timeout: expected a whole number of seconds >= 1, got 0"),
     ],
@@ -124,6 +125,24 @@ def test_the_command_line_passes_them_on_before_anything_else(begun, capsys):
 
 def fails():
     raise ZeroDivisionError("of ours")
+
+
+def left_alone():
+    raise jax.errors.JaxRuntimeError(
+        "FAILED_PRECONDITION: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]\nmore"
+    )
+
+
+def test_a_process_that_fails_because_another_has_ended_says_so_in_a_line(monkeypatch, capfd):
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(SystemExit) as end:
+        distributed.end(left_alone)
+    said = capfd.readouterr().err
+    assert end.value.code == 1 and "process 0: error: another process has ended, or can't be reached" in said
+    assert "Connection closed by peer" in said and "the same command on all hosts goes on" in said
+    assert "Traceback" not in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("main, several, left", [(lambda: 2, 2, True), (fails, 1, True), (lambda: 0, 0, False)])

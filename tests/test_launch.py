@@ -228,6 +228,7 @@ def test_dry_run_tells_what_would_run_and_touches_nothing(tmp_path, capsys):
         "-> logits [8, 32, 2176] float32",
         "data: split 'train' of quickstart_span_corruption",
         "starts from new parameters, seed 0",
+        "devices: 8 x cpu: data=8 x fsdp=1 x model=1",
     ):
         assert line in told
     assert not (tmp_path / "run").exists()
@@ -246,6 +247,13 @@ def test_train_writes_a_configuration_that_runs_again(tmp_path, capsys):
     capsys.readouterr()
     assert main(["train", f"--gin_file={run / 'config.gin'}", "--dry_run"]) == 0
     assert f"continues from {run / 'checkpoint_2'}" in capsys.readouterr().out
+    written = {name: (run / name).read_bytes() for name in ("config.gin", "model-info.txt")}
+    for dry in (["--dry_run"], []):  # what can't go on is refused by both, and changes nothing
+        assert main(argv(run, *small, "--gin.BATCH_SIZE=16", "--gin.TRAIN_STEPS=4", *dry)) == 2
+        assert "data: the checkpoint was saved with other batches: batch_size 8 then, 16 now" in capsys.readouterr().err
+    assert main(argv(run, *small, "--gin.KEEP=0", "--dry_run")) == 2
+    assert "keep: expected a number of checkpoints >= 1" in capsys.readouterr().err
+    assert written == {name: (run / name).read_bytes() for name in written}
     evaluate = [
         "evaluate",
         "--gin_file=runs/evaluate.gin",
@@ -255,6 +263,10 @@ def test_train_writes_a_configuration_that_runs_again(tmp_path, capsys):
         '--gin.MIXTURE_OR_TASK_MODULE="synthesizer_jax.tasks.quickstart"',
         '--gin.TASK_FEATURE_LENGTHS={"inputs": 32, "targets": 4}',
     ]
+    assert main([*evaluate, "--gin.MESH_MODEL=8", "--dry_run"]) == 2
+    assert "does not divide over model=8" in capsys.readouterr().err
+    assert main([*evaluate, "--gin.MESH_MODEL=3", "--dry_run"]) == 2
+    assert "needs a multiple of 3 devices, but there are 8" in capsys.readouterr().err
     assert main([*evaluate, "--gin.evaluate.num_examples=10"]) == 0
     assert "quickstart_negation  accuracy  " in capsys.readouterr().out
     file = tmp_path / "inputs.txt"

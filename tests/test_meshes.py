@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from synthesizer_jax import activations, sharding
+from synthesizer_jax.analysis.collectives import collectives
+from synthesizer_jax.analysis.hlo import Module
+from synthesizer_jax.analysis.traffic import executed
 from synthesizer_jax.models import t5_tiny
 from synthesizer_jax.sharding import MeshShape, Rules, named_leaves, place_batch
 from synthesizer_jax.training.optimizer import Adafactor, AdamW, Constant
@@ -117,6 +120,18 @@ def test_adafactor_keeps_its_statistics_in_parts():
     statistics = {name: shape for name, shape in shards.items() if "v_row" in name or "v_col" in name}
     assert statistics[next(n for n in statistics if "v_row" in n and n.endswith("embedding/embedding"))] == (8,)
     assert statistics[next(n for n in statistics if "v_col" in n and n.endswith("embedding/embedding"))] == (32,)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(data=2, fsdp=4), MeshShape(data=2, fsdp=2, model=2)], ids=str)
+def test_activations_of_the_whole_batch_are_on_no_device(shape, capfd):
+    """Nothing is gathered over the data axis, and the partitioner finds a way for every array."""
+    made = trainer("R+V", shape)
+    rows = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in batch(0).items()}
+    module = Module.parse(made.train_step().lower(made.abstract_state(), rows).compile().as_text())
+    found = collectives(module, executed(module), dict(made.mesh.shape))
+    assert {one.kind for one in found if "fsdp" in one.axes} >= {"all-gather", "all-reduce", "all-to-all"}
+    assert not [one for one in found if one.kind == "all-gather" and "data" in one.axes]
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
 def test_rules_of_ones_own():

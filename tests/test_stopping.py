@@ -98,7 +98,8 @@ def test_a_run_stopped_again_and_again_ends_as_one_that_was_not(tmp_path, monkey
         assert (stopped.value.step, stopped.value.code) == (step, code)
         assert stopped.value.checkpoint == str(checkpoint.latest(folder)) == f"{folder}/checkpoint_{step}"
         name = {143: "SIGTERM", 130: "SIGINT"}[code]
-        assert f"stopped at step {step} by {name}; the same command goes on" in capfd.readouterr().err
+        said = f"stopped at step {step} by {name}, saved as {folder}/checkpoint_{step}; the same command goes on"
+        assert said in capfd.readouterr().err
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     again = run(folder)
     assert again.evaluations == whole.evaluations and again.step == 12

@@ -19,7 +19,7 @@ from synthesizer_jax.sharding import MeshShape, named_leaves
 from synthesizer_jax.training import checkpoint, hosts
 from synthesizer_jax.training.logging import read_lines
 from synthesizer_jax.training.loop import train
-from synthesizer_jax.training.optimizer import Adafactor, Constant
+from synthesizer_jax.training.optimizer import Adafactor, Constant, InverseSqrt
 
 SIZES = {"features": 16, "mlp_features": 32, "heads": 8, "head_dim": 4, "vocab_size": 2048}
 TASK, LENGTHS = "quickstart_negation", {"inputs": 32, "targets": 16}
@@ -136,7 +136,7 @@ def test_a_run_moves_from_two_hosts_with_the_model_over_both_to_one_process(fold
 def test_a_signal_to_one_host_stops_both_at_one_step_and_they_go_on_exactly(folder, two):
     said = done(two)
     assert said["code"] == 128 + signal.SIGTERM and 3 <= said["stopped"] < TRAIN_STEPS
-    assert f"stopped at step {said['stopped']} by SIGTERM; the same command goes on" in two[0][1]
+    assert f"stopped at step {said['stopped']} by SIGTERM, saved as " in two[0][1]
     for name in (("train",), ("training_eval", TASK)):
         assert entries(folder / "stopped", *name) == entries(folder / "whole", *name)
     assert said["again"] == said["whole"]
@@ -176,6 +176,22 @@ def test_the_first_host_alone_tells_and_each_has_its_trace(folder, two):
 
 def test_one_host_gathers_its_own():
     assert hosts.gather(b"alone") == [b"alone"]
+
+
+def test_hosts_with_other_arguments_do_not_begin(monkeypatch):
+    """Each says which, in the same words; objects without a text of their own are not told apart by their addresses."""
+    given = {"batch_size": 8, "optimizer": Adafactor(InverseSqrt(scale=1.0)), "own": object()}
+    hosts.check_same(given | {"batch_size": 16})  # alone
+    other = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(hosts, "gather", lambda content: other.append(content) or other[-2:])
+    hosts.check_same(given)
+    hosts.check_same(given | {"own": object()})
+    with pytest.raises(ValueError, match="all processes need the same arguments") as error:
+        hosts.check_same(given | {"optimizer": Adafactor(InverseSqrt(scale=1e-5)), "batch_size": 16})
+    lines = str(error.value).splitlines()[1:]
+    assert lines[0] == "  batch_size: 8 in process 0, 16 in process 1"
+    assert len(lines) == 2 and "scale=1.0" in lines[1] and "scale=1e-05" in lines[1]
 
 
 @pytest.mark.parametrize(

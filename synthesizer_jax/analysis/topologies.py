@@ -44,6 +44,12 @@ GENERATIONS = {
 }
 EXAMPLES = "v5e:4x4, v4:4x4x4, v3:2x2, cpu:8"
 
+_ACCELERATOR_TYPES = (
+    "; of an accelerator type, the number is that of chips (v5litepod-16 is v5e:4x4) or of cores, two on a chip (v4-32 is "
+    "v4:2x2x4)"
+)
+_MOST_CPUS = 1024  # each is made, with its threads; 100,000 fill 20 GB
+
 _ENVIRONMENT = {  # libtpu looks for the machine that it runs on, and tells at length that it finds none
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -83,13 +89,16 @@ def topology(name: str, slices: int = 1) -> Topology:
     """
     found = re.fullmatch(r"(\w+):(\d+(?:x\d+){0,2})", name)
     if not found:
-        raise ValueError(f"topology: expected GENERATION:SIZES, such as {EXAMPLES}, got {name!r}")
+        advice = _ACCELERATOR_TYPES if "-" in name else ""
+        raise ValueError(f"topology: expected GENERATION:SIZES, such as {EXAMPLES}, got {name!r}{advice}")
     kind, sizes = found[1].lower(), [int(size) for size in found[2].split("x")]
     if not isinstance(slices, int) or isinstance(slices, bool) or slices < 1:
         raise ValueError(f"slices: expected a whole number >= 1, got {slices!r}")
     if kind == "cpu":
         if slices > 1 or len(sizes) > 1:
             raise ValueError(f"topology: CPUs are counted, as in cpu:8, and have no slices, got {slices} of {name!r}")
+        if not 1 <= sizes[0] <= _MOST_CPUS:
+            raise ValueError(f"topology: expected 1 to {_MOST_CPUS} CPU devices, got {name!r}")
         return Topology(name, 1, _cpus(sizes[0]), sizes[0], None)
     if kind not in GENERATIONS:
         raise ValueError(
@@ -131,6 +140,6 @@ def _cpus(count: int) -> tuple[jax.Device, ...]:
         with contextlib.suppress(RuntimeError):  # this process has its CPU devices already
             jax.config.update("jax_num_cpu_devices", count)
     found = jax.devices("cpu")
-    if len(found) < count or count < 1:
+    if len(found) < count:
         raise ValueError(f"topology: expected at most {len(found)} CPU devices in this process, got cpu:{count}")
     return tuple(found[:count])

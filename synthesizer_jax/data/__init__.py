@@ -17,7 +17,9 @@ Importing this module takes seconds (TensorFlow, seqio); the core does not.
 
 from synthesizer_jax.data.batches import Batch as Batch
 from synthesizer_jax.data.batches import TrainBatches as TrainBatches
+from synthesizer_jax.data.batches import check_settings as check_settings
 from synthesizer_jax.data.batches import eval_batches as eval_batches
+from synthesizer_jax.data.batches import settings as settings
 from synthesizer_jax.data.converters import LabelFeatureConverter as LabelFeatureConverter
 from synthesizer_jax.data.converters import feature_converter as feature_converter
 from synthesizer_jax.data.converters import model_dataset as model_dataset

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import seqio
@@ -25,6 +26,55 @@ from synthesizer_jax.data.streams import check_streams, stream_dataset
 from synthesizer_jax.models.batch import ENCODER_DECODER, BatchKeys
 
 Batch = dict[str, np.ndarray]
+
+
+def settings(
+    mixture_or_task_name: str,
+    task_feature_lengths: Mapping[str, int],
+    batch_size: int,
+    *,
+    keys: BatchKeys = ENCODER_DECODER,
+    split: str = "train",
+    seed: int = 0,
+    pack: bool = True,
+    shuffle: bool = True,
+    use_cached_tasks: bool | None = None,
+    num_epochs: int | None = None,
+    shards: int = 1,
+) -> dict[str, Any]:
+    """What the batches of `TrainBatches` depend on besides the examples: no state fits others."""
+    provider = get_mixture_or_task(mixture_or_task_name)
+    return {
+        "mixture_or_task_name": mixture_or_task_name,
+        "task_feature_lengths": {name: int(task_feature_lengths[name]) for name in keys.task_features},  # of this model
+        "batch_size": batch_size,
+        "split": split,
+        "seed": seed,
+        "pack": pack,
+        "shuffle": shuffle,
+        "use_cached_tasks": use_cache(provider, use_cached_tasks, split),
+        "num_epochs": num_epochs,
+        "shards": shards,
+        "seqio": seqio.__version__,
+        "tensorflow": tf.__version__,
+    }
+
+
+def check_settings(state: bytes, given: Mapping[str, Any]) -> None:
+    """ValueError where a state of `TrainBatches` belongs to other settings, or examples where these are given."""
+    saved = {name: value for name, value in states.identity(state).items() if name != "started"}
+    if "examples" not in given:
+        saved.pop("examples", None)
+    differing = [
+        f"{name} {saved.get(name)!r} then, {given.get(name)!r} now"
+        for name in dict.fromkeys([*given, *saved])
+        if saved.get(name) != given.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"data: the checkpoint was saved with other batches: {'; '.join(differing)}. Use what was used then, or start "
+            "the data anew from the saved parameters (INITIAL_CHECKPOINT_PATH)"
+        )
 
 
 class TrainBatches:
@@ -87,23 +137,11 @@ class TrainBatches:
                 f"num_epochs: {shards} shards on {shard[1]} hosts would end at different batches; use num_epochs=None, "
                 "or shards=1"
             )
-        cached = use_cache(provider, use_cached_tasks, split)
-        lengths = {name: int(task_feature_lengths[name]) for name in keys.task_features}  # they tell the kind of model
-        self._identity = {
-            "mixture_or_task_name": mixture_or_task_name,
-            "task_feature_lengths": lengths,
-            "batch_size": batch_size,
-            "split": split,
-            "seed": seed,
-            "pack": pack,
-            "shuffle": shuffle,
-            "use_cached_tasks": cached,
-            "num_epochs": num_epochs,
-            "shards": shards,
-            "examples": fingerprints(provider, lengths, keys, split, cached, seed),
-            "seqio": seqio.__version__,
-            "tensorflow": tf.__version__,
-        }
+        given = {"split": split, "seed": seed, "pack": pack, "shuffle": shuffle, "num_epochs": num_epochs}
+        given |= {"use_cached_tasks": use_cached_tasks, "shards": shards}
+        self._identity = settings(mixture_or_task_name, task_feature_lengths, batch_size, keys=keys, **given)
+        cached, lengths = self._identity["use_cached_tasks"], self._identity["task_feature_lengths"]
+        self._identity["examples"] = fingerprints(provider, lengths, keys, split, cached, seed)
         options = {"split": split, "use_cached": cached, "seed": seed}
         check_streams(provider, lengths, self._rows, shards, **options)
 
@@ -167,20 +205,9 @@ class TrainBatches:
         Raises: ValueError that names each argument, or version, that differs from when the state was taken, or the
           streams that the state lacks.
         """
-        saved = states.identity(state)
-        started = saved.pop("started", False)
-        differing = [
-            f"{name} {saved.get(name)!r} then, {self._identity.get(name)!r} now"
-            for name in dict.fromkeys([*self._identity, *saved])
-            if saved.get(name) != self._identity.get(name)
-        ]
-        if differing:
-            raise ValueError(
-                f"state: it was taken from other batches: {'; '.join(differing)}. Use what was used then, or start the "
-                "data anew from the saved parameters (INITIAL_CHECKPOINT_PATH)"
-            )
+        check_settings(state, self._identity)
         states.unpack(state, self._iterators)
-        self._started, self._ended = started, False
+        self._started, self._ended = states.identity(state).get("started", False), False
 
     def close(self) -> None:
         """Lets go of the pipelines' threads and buffers."""

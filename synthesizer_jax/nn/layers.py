@@ -102,7 +102,8 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: Int[Array, "b q"], dtype: jax.typing.DTypeLike) -> Float[Array, "b q e"]:
         # An id outside the vocabulary gives NaN, not another token's vector.
         table = self.embedding[...]
-        return jnp.take(table, from_zero(tokens, table.shape[0]), axis=0, mode="fill", fill_value=jnp.nan).astype(dtype)
+        rows = jnp.take(table, from_zero(tokens, table.shape[0]), axis=0, mode="fill", fill_value=jnp.nan)
+        return activations.looked_up(rows.astype(dtype))
 
     def attend(self, x: Float[Array, "b q e"]) -> Float[Array, "b q v"]:
         """Logits in float32."""

@@ -74,7 +74,7 @@ class _Manager(ocp.CheckpointManager):
 class CheckpointWriter:
     """Writes checkpoints of one model_dir in the background, and keeps the last `keep` of them (None: all).
 
-    keep_period: checkpoints at multiples of so many steps stay for good, besides.
+    keep_period: checkpoints at multiples of so many steps stay besides, of all writers that are given it.
 
     Unfinished directories of a killed run are removed. Use as a context manager: leaving waits for the last write. All
     hosts call its methods at the same points. Where a write fails, in the background or not, the next call raises an
@@ -82,10 +82,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, model_dir: str, keep: int | None = 3, keep_period: int | None = None):
-        if keep is not None and not _is_count(keep):
-            raise ValueError(f"keep: expected a number of checkpoints >= 1, or None for all, got {keep!r}")
-        if keep_period is not None and not _is_count(keep_period):
-            raise ValueError(f"keep_period: expected a number of steps >= 1, or None, got {keep_period!r}")
+        check_kept(keep, keep_period)
         check_folder(model_dir)
         self._folder = epath.Path(model_dir).absolute()
         kept = [LatestN(keep)] + ([EveryNSteps(keep_period)] if keep_period is not None else [])
@@ -231,6 +228,14 @@ def restore(checkpoint: epath.PathLike, target: Any) -> Any:
       Damaged where it is not what was written.
     """
     return restoring.restore(checkpoint, target, top=None)
+
+
+def check_kept(keep: int | None, keep_period: int | None) -> None:
+    """ValueError where a writer would not take them."""
+    if keep is not None and not _is_count(keep):
+        raise ValueError(f"keep: expected a number of checkpoints >= 1, or None for all, got {keep!r}")
+    if keep_period is not None and not _is_count(keep_period):
+        raise ValueError(f"keep_period: expected a number of steps >= 1, or None, got {keep_period!r}")
 
 
 def restore_params(

@@ -21,6 +21,9 @@ SOON = 10  # seconds of waiting after which a process says that it waits
 GRACE = 60  # seconds that JAX is given beyond our timeout, because its own end is an abort with a stack trace
 FAILED = 2  # exit code
 
+# In the errors of collectives and of JAX's coordinator where another process is gone.
+_OF_OTHERS = ("closed by peer", "reset by peer", "Broken pipe", "timed out with key", "heartbeat", "UNAVAILABLE", "task failed")
+
 # What JAX reads, for messages.
 ENVIRONMENT = (
     "JAX_COORDINATOR_ADDRESS",
@@ -59,6 +62,8 @@ def start(
 
     Raises: ValueError where an argument is wrong or one of the three is missing; ConnectionError with JAX's reason.
     """
+    if process_count == 1 and process_index not in (None, 0):
+        raise ValueError(f"--process_index: expected 0, of 1 process, got {process_index}; is --process_count right?")
     if process_count == 1 or jax.distributed.is_initialized():
         return
     given = {"coordinator_address": coordinator_address, "process_count": process_count, "process_index": process_index}
@@ -93,7 +98,8 @@ def start(
     except Exception as error:  # whatever JAX, a metadata server or Kubernetes says
         if not explicit and _is_alone(error):
             return
-        raise ConnectionError(f"{who} could not begin: {_first_line(error)}") from error
+        advice = f"; is the port of {coordinator_address} taken?" if "RPC server" in str(error) else ""
+        raise ConnectionError(f"{who} could not begin: {_first_line(error)}{advice}") from error
 
 
 def _is_alone(error: Exception) -> bool:
@@ -159,20 +165,30 @@ def end(main: Callable[[], int]) -> NoReturn:
     """Ends the process with the exit code that `main` returns, or 1 and a traceback.
 
     A process that fails while others wait for it in a collective leaves them at once, and they soon fail, too. At an
-    ordinary end JAX would wait for them first, up to five minutes.
+    ordinary end JAX would wait for them first, up to five minutes. Those that fail for this reason say so in a line.
     """
     try:
         code = main()
-    except Exception:
+    except Exception as error:
         if not _is_one_of_several():
             raise
-        print(named("error:"), traceback.format_exc(), file=sys.stderr)
+        print(named("error:"), _about_another(error) or traceback.format_exc(), file=sys.stderr)
         code = 1
     if code and _is_one_of_several():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _about_another(error: Exception) -> str:
+    """What to say where a process fails because another one has; "" where it is a fault of its own."""
+    if not isinstance(error, jax.errors.JaxRuntimeError) or not any(sign in str(error) for sign in _OF_OTHERS):
+        return ""
+    return (
+        f"another process has ended, or can't be reached, and its own output says why: {_first_line(error)[:300]}. The last "
+        "checkpoint is whole, and the same command on all hosts goes on from it"
+    )
 
 
 def _is_one_of_several() -> bool:

@@ -1,10 +1,16 @@
 """What the hosts of a run tell one another besides arrays, and which part of a batch each of them reads."""
 
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+import synthesizer_jax
 from synthesizer_jax import sharding
 
 
@@ -17,6 +23,29 @@ def gather(content: bytes) -> list[bytes]:
     padded[: len(content)] = np.frombuffer(content, np.uint8)
     rows = multihost_utils.process_allgather(padded)
     return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+def check_same(arguments: Mapping[str, Any]) -> None:
+    """ValueError, in every process, where one was given other arguments than the first: a stale gin file, another flag.
+
+    They would train for hours without a fault, each with a state of its own, and no checkpoint of it would be whole.
+    """
+    if jax.process_count() == 1:
+        return
+    given = {name: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for name, value in arguments.items()}
+    given |= {"synthesizer_jax": synthesizer_jax.__version__, "jax": jax.__version__}
+    every = [json.loads(content) for content in gather(json.dumps(given).encode())]
+    differ = [
+        f"  {name}: {every[0].get(name)} in process 0, {other.get(name)} in process {index}"
+        for index, other in enumerate(every)
+        for name in dict.fromkeys([*every[0], *other])
+        if other.get(name) != every[0].get(name)
+    ]
+    if differ:
+        raise ValueError(
+            "all processes need the same arguments, from the same flags and gin files; they differ:\n"
+            + "\n".join(differ)
+        )
 
 
 def batch_shard(mesh: Mesh) -> tuple[int, int]:

@@ -68,6 +68,7 @@ def train(
     watchdog_seconds: float | None = 300,
     profile_steps: tuple[int, int] | None = None,
     peak_flops_per_device: float | None = None,
+    notes: Mapping[str, str] | None = None,
 ) -> TrainResult:
     """Trains a model, or goes on training it: a model_dir that holds a checkpoint is resumed, exactly.
 
@@ -98,7 +99,7 @@ def train(
         same one, on any number of hosts.
       checkpoint_period: steps between checkpoints; there is one more at the end.
       keep: how many checkpoints stay, the last ones; None: all.
-      keep_period: those at multiples of so many steps stay for good, besides; None: none.
+      keep_period: those at multiples of so many steps stay besides, as long as it is given; None: none.
       log_period: steps between entries of the log.
       eval_period: steps between evaluations of loss and accuracy (of a language model perplexity, too) on the
         validation splits; one more at the end.
@@ -115,6 +116,8 @@ def train(
       profile_steps: (a, b): the steps from a to before b are traced to model_dir/profile.
       peak_flops_per_device: FLOP/s, for timing/model_flops_utilization; None: as throughput.PEAK_FLOPS has it, where it
         has the device.
+      notes: file name -> text, written to model_dir when the run is accepted, as model-info.txt is; the command line's
+        config.gin. A run that is refused changes nothing there.
 
     SIGTERM or Ctrl-C: the step that runs is finished and saved, then Stopped is raised, which ends the process; see
     preemption.py. Of several processes, whichever gets the signal, all stop at the same step.
@@ -122,6 +125,7 @@ def train(
     Raises: ValueError before the first step where an argument is wrong; FileNotFoundError, with what to do, where data is
       missing; NotFinite when training diverges; Stopped after a signal.
     """
+    hosts.check_same({name: value for name, value in locals().items() if name != "notes"})
     _check_counts(train_steps=train_steps, checkpoint_period=checkpoint_period, log_period=log_period)
     _check_counts(optional=True, eval_period=eval_period, eval_steps=eval_steps)
     _check_types(model, optimizer)
@@ -142,7 +146,8 @@ def train(
         mixture_or_task_name, task_feature_lengths, use_cached_tasks=use_cached_tasks, seed=random_seed
     ):
         say(cut)
-    _write_model_info(model_dir, trainer)
+    _make_folder(model_dir)
+    say(sharding.described(devices))
     say(data.describe_split(mixture_or_task_name, TRAIN, use_cached_tasks))
 
     source = {"task_feature_lengths": task_feature_lengths, "batch_size": batch_size, "keys": model.batch}
@@ -153,6 +158,8 @@ def train(
         batches = stack.enter_context(data.TrainBatches(mixture_or_task_name, **order, **source))
         writer = stack.enter_context(checkpoint.CheckpointWriter(model_dir, keep, keep_period))
         state, step, left = _begin(trainer, batches, writer, model_dir, initial_checkpoint_path, train_steps)
+        info = model_info(trainer.mesh, trainer.declared_state(), trainer.rules)
+        _write_notes(model_dir, {**(notes or {}), MODEL_INFO: info})
         log = TrainingLog(
             f"{model_dir}/{TRAIN}",
             step,
@@ -282,22 +289,35 @@ def _begin(
     return trainer.init(), 0, {}
 
 
+def position(found: epath.Path) -> bytes:
+    """Where a checkpoint's run stood in its data: a state of TrainBatches."""
+    return base64.b64decode(checkpoint.read_run(found)[DATA])
+
+
 def _resumed(trainer, batches, last, train_steps) -> TrainState:
     step = checkpoint.step_of(last)
     if step > train_steps:
         raise ValueError(f"train_steps={train_steps}, but {last} has {step} already: expected at least as many")
     checkpoint.check_same_model(last, trainer.config)
-    batches.restore(base64.b64decode(checkpoint.read_run(last)["data"]))
+    batches.restore(position(last))
     return checkpoint.restore(last, trainer.abstract_state())
 
 
-def _write_model_info(model_dir: str, trainer: Trainer) -> None:
-    text = model_info(trainer.mesh, trainer.declared_state(), trainer.rules)
+def _make_folder(model_dir: str) -> None:
+    with _needs_folder(model_dir):
+        epath.Path(model_dir).mkdir(parents=True, exist_ok=True)
+
+
+def _write_notes(model_dir: str, notes: Mapping[str, str]) -> None:
+    with _needs_folder(model_dir):
+        for name, text in notes.items() if jax.process_index() == 0 else ():
+            (epath.Path(model_dir) / name).write_text(text)
+
+
+@contextlib.contextmanager
+def _needs_folder(model_dir):
     try:
-        folder = epath.Path(model_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
-            (folder / MODEL_INFO).write_text(text)
+        yield
     except (OSError, TypeError) as error:
         raise ValueError(f"model_dir: expected a folder that can be written, got {model_dir!r}: {error}") from error
 

@@ -30,7 +30,7 @@ class Stopped(SystemExit):
         self.step, self.checkpoint, self.signal = step, checkpoint, signal.Signals(number).name
 
     def __str__(self) -> str:
-        return f"stopped at step {self.step} by {self.signal}; the same command goes on"
+        return f"stopped at step {self.step} by {self.signal}, saved as {self.checkpoint}; the same command goes on"
 
 
 class Notice:
