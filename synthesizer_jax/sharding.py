@@ -135,7 +135,7 @@ class MeshShape:
             product = f"a multiple of {rest}" if self.data is None else f"{data * rest}"
             raise ValueError(
                 f"mesh: {shown} needs {product} devices, but there are {len(devices)}: change an axis, "
-                "or leave data=None to give it all devices that remain"
+                "or leave data=None to give it all devices that remain (in gin MESH_DATA, MESH_FSDP and MESH_MODEL)"
             )
         slices = _slices(devices) if self.slices is None else self.slices
         types = (AxisType.Auto,) * 3
@@ -183,6 +183,9 @@ def parameter_shardings(mesh: Mesh, declared: Any, rules: Rules = Rules()) -> An
         return NamedSharding(mesh, spec)
 
     placed = jax.tree_util.tree_map_with_path(place, declared)
+    faults = [
+        fault for fault in faults if not fault.startswith("  opt_state/")
+    ] or faults  # statistics are their parameter's
     if faults:
         raise ValueError("parameters do not fit the mesh " + _shown(mesh) + ":\n" + "\n".join(faults))
     return placed
@@ -223,7 +226,8 @@ def _partition_spec(mesh: Mesh, leaf: Declaration, rules: Mapping[str, MeshAxes]
         if size % shards:
             return PartitionSpec(), (
                 f"axis {axis!r} of size {size} does not divide over {'x'.join(names)}={shards}; change the mesh, or leave "
-                f"the axis whole by Rules(axes={{{axis!r}: None}})"
+                f"the axis whole by Rules(axes={{{axis!r}: None}}), in gin Rules.axes = {{{axis!r}: None}} and train.rules = "
+                "@Rules()"
             )
         for name in names:
             if name in taken:

@@ -22,7 +22,15 @@ GRACE = 60  # seconds that JAX is given beyond our timeout, because its own end 
 FAILED = 2  # exit code
 
 # In the errors of collectives and of JAX's coordinator where another process is gone.
-_OF_OTHERS = ("closed by peer", "reset by peer", "Broken pipe", "timed out with key", "heartbeat", "UNAVAILABLE", "task failed")
+_OF_OTHERS = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "timed out with key",
+    "heartbeat",
+    "UNAVAILABLE",
+    "task failed",
+)
 
 # What JAX reads, for messages.
 ENVIRONMENT = (
