@@ -60,15 +60,9 @@ def _describe_start(a: Mapping[str, Any]) -> list[str]:
 
 def _check_same_batches(a: Mapping[str, Any], found: epath.Path) -> None:
     """What can be told without reading examples."""
-    options = {"seed": a["random_seed"], "pack": a["pack"], "shards": a["data_shards"]}
-    given = data.settings(
-        a["mixture_or_task_name"],
-        a["task_feature_lengths"],
-        a["batch_size"],
-        keys=a["model"].batch,
-        use_cached_tasks=a["use_cached_tasks"],
-        **options,
-    )
+    order = {"seed": a["random_seed"], "pack": a["pack"], "shards": a["data_shards"]}
+    batches = a["mixture_or_task_name"], a["task_feature_lengths"], a["batch_size"], a["model"].batch
+    given = data.settings(*batches, use_cached_tasks=a["use_cached_tasks"], **order)
     data.check_settings(loop.position(found), given)
 
 

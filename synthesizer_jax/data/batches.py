@@ -32,29 +32,22 @@ def settings(
     mixture_or_task_name: str,
     task_feature_lengths: Mapping[str, int],
     batch_size: int,
-    *,
     keys: BatchKeys = ENCODER_DECODER,
-    split: str = "train",
-    seed: int = 0,
-    pack: bool = True,
-    shuffle: bool = True,
+    *,
     use_cached_tasks: bool | None = None,
-    num_epochs: int | None = None,
-    shards: int = 1,
+    split: str = "train",
+    **others: Any,
 ) -> dict[str, Any]:
-    """What the batches of `TrainBatches` depend on besides the examples: no state fits others."""
+    """What the batches of `TrainBatches` depend on besides the examples: no state fits other settings."""
     provider = get_mixture_or_task(mixture_or_task_name)
     return {
         "mixture_or_task_name": mixture_or_task_name,
         "task_feature_lengths": {name: int(task_feature_lengths[name]) for name in keys.task_features},  # of this model
         "batch_size": batch_size,
         "split": split,
-        "seed": seed,
-        "pack": pack,
-        "shuffle": shuffle,
         "use_cached_tasks": use_cache(provider, use_cached_tasks, split),
-        "num_epochs": num_epochs,
-        "shards": shards,
+        **{"seed": 0, "pack": True, "shuffle": True, "num_epochs": None, "shards": 1},
+        **others,
         "seqio": seqio.__version__,
         "tensorflow": tf.__version__,
     }
@@ -137,9 +130,9 @@ class TrainBatches:
                 f"num_epochs: {shards} shards on {shard[1]} hosts would end at different batches; use num_epochs=None, "
                 "or shards=1"
             )
-        given = {"split": split, "seed": seed, "pack": pack, "shuffle": shuffle, "num_epochs": num_epochs}
-        given |= {"use_cached_tasks": use_cached_tasks, "shards": shards}
-        self._identity = settings(mixture_or_task_name, task_feature_lengths, batch_size, keys=keys, **given)
+        order = {"seed": seed, "pack": pack, "shuffle": shuffle, "num_epochs": num_epochs, "shards": shards}
+        source = {"use_cached_tasks": use_cached_tasks, "split": split}
+        self._identity = settings(mixture_or_task_name, task_feature_lengths, batch_size, keys, **source, **order)
         cached, lengths = self._identity["use_cached_tasks"], self._identity["task_feature_lengths"]
         self._identity["examples"] = fingerprints(provider, lengths, keys, split, cached, seed)
         options = {"split": split, "use_cached": cached, "seed": seed}
