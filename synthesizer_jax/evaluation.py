@@ -29,7 +29,7 @@ from etils import epath
 from synthesizer_jax import data, sharding
 from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, ENCODER_ONLY, BatchKeys
 from synthesizer_jax.prediction import PROMPT, Predictor
-from synthesizer_jax.training import checkpoint
+from synthesizer_jax.training import checkpoint, hosts
 from synthesizer_jax.training.logging import say
 
 VALIDATION = "validation"  # the split whose results have the task's name alone
@@ -75,6 +75,7 @@ def evaluate(
     Returns: task -> metric -> value.
     Raises: ValueError where the checkpoint, the task, its split, its labels, or what its metrics need is not there.
     """
+    hosts.check_same(locals())
     path = checkpoint.find(checkpoint_path)
     keys = checkpoint.read_config(path).batch
     tasks = tasks_with_metrics(mixture_or_task_name, split, keys)
@@ -232,6 +233,7 @@ def infer(
     Returns: the files written, `<task or file name>-<step>.jsonl`, of a split other than "validation"
     `<task>-<split>-<step>.jsonl`; one line of {input, target, prediction} per example.
     """
+    hosts.check_same(locals())
     path = checkpoint.find(checkpoint_path)
     keys = checkpoint.read_config(path).batch
     check_source(keys, input_file)

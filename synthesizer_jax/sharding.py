@@ -183,11 +183,11 @@ def parameter_shardings(mesh: Mesh, declared: Any, rules: Rules = Rules()) -> An
         return NamedSharding(mesh, spec)
 
     placed = jax.tree_util.tree_map_with_path(place, declared)
-    faults = [
-        fault for fault in faults if not fault.startswith("  opt_state/")
-    ] or faults  # statistics are their parameter's
     if faults:
-        raise ValueError("parameters do not fit the mesh " + _shown(mesh) + ":\n" + "\n".join(faults))
+        own = [
+            fault for fault in faults if not fault.startswith("  opt_state/")
+        ]  # statistics are as their parameters are
+        raise ValueError("parameters do not fit the mesh " + _shown(mesh) + ":\n" + "\n".join(own or faults))
     return placed
 
 
