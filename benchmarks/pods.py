@@ -107,6 +107,11 @@ def memory() -> Iterator[Case]:
     for name, flags in variants.items():
         given = (BF16, "PACK=False", "BATCH_SIZE=32", *flags)
         yield Case("memory", name, "v5e:2x2", "train", ("experiments/c4/R+V.gin",), given)
+    files = ("models/paper_lm1b_base.gin", "attention/R+V.gin", "runs/compile.gin")
+    for chunks in (1, 8):
+        name = "language model, remat" + f", {chunks} loss chunks" * (chunks > 1)
+        given = (BF16, FULL, "PACK=False", "BATCH_SIZE=128", *lengths({"targets": 256}), f"LOSS_CHUNKS={chunks}")
+        yield Case("memory", name, "v5e:2x2", "train", files, given)
 
 
 def meshes() -> Iterator[Case]:
@@ -439,7 +444,8 @@ RANDOM = """T5 small with R at 512 and 114 tokens, batch 32, four chips on the m
 key or not at all. By head is the default."""
 MEMORY = """experiments/c4/R+V.gin on v5e:2x2, batch 32, one change at a time. Microbatches add up
 gradients in float32 and exchange them once; without them, those of layers are exchanged in bfloat16. Chunks of the loss save what
-logits need, which counts where the peak is there: where layers are recomputed, or few."""
+logits need, which counts where there are many: not with 114 targets a sequence, but in a language model, here of 256 tokens in a
+batch of 128 (models/paper_lm1b_base.gin)."""
 ATTENTIONS = "Every file of gin_configs/attention in T5 tiny, 2 sequences a chip, 512 and 114 tokens, with dropout."
 MODELS = """Every file of gin_configs/models with three kinds of attention, 2 sequences a chip, with dropout; from 3 billion
 parameters on split over all chips and recomputed."""
