@@ -46,7 +46,8 @@ def test_one_process_alone_starts_nothing(begun):
 def test_where_there_is_no_cluster_nothing_is_started(monkeypatch):
     for name in distributed.ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
-    distributed.start()  # the real thing: these tests have used devices, as a notebook would
+    distributed.start(preemption=False)  # the real thing: these tests have used devices, as a notebook would
+    assert jax.config.jax_enable_preemption_service, "what is not started leaves no trace"
     assert not jax.distributed.is_initialized() and distributed.is_first()
     assert distributed.named("error") == "error"
 

@@ -69,7 +69,7 @@ def test_a_dry_run_warns_of_lengths_that_cut(tmp_path, capsys):
 
 
 def test_training_warns_of_lengths_that_cut(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(loop, "_write_model_info", lambda *unused: pytest.fail("far enough"))
+    monkeypatch.setattr(loop, "_make_folder", lambda *unused: pytest.fail("far enough"))
     with pytest.raises(pytest.fail.Exception):
         loop.train(
             model=t5_tiny("R+V", vocab_size=2048),

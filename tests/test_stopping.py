@@ -170,6 +170,7 @@ def test_metrics_go_through_a_checkpoint_to_the_bit():
 def test_jaxs_protocol_is_asked_where_processes_are_several(monkeypatch):
     """Its numbers only grow, also from run to run, and once it has said yes it is not asked again."""
     asked, before = [], signal.getsignal(signal.SIGTERM)
+    assert jax.config.jax_enable_preemption_service, "as it is by default"
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(
         "jax.experimental.multihost_utils.reached_preemption_sync_point",

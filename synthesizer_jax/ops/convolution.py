@@ -71,8 +71,8 @@ def exclude(logits: Float[Array, "w _b _q h"], within: Bool[Array, "w _b _q"]) -
     return jnp.where(within[..., None], logits, jnp.asarray(excluded, logits.dtype))
 
 
-def drop_taps(shape: tuple[int, int, int, int], dropout: Dropout) -> Float[Array, "w b q h"]:
-    """DropConnect: factors of the kernels, 0 with probability rate, else 1 / (1 - rate)."""
+def drop_taps(shape: tuple[int, ...], dropout: Dropout) -> Float[Array, "w b *axes"]:
+    """DropConnect: factors of kernels [w, b, ...], 0 with probability rate, else 1 / (1 - rate)."""
     keep = activations.bernoulli(dropout.key, 1 - dropout.rate, shape, batch=1)
     return jnp.where(keep, 1 / (1 - dropout.rate), 0).astype(jnp.float32)
 

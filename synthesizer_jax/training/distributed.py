@@ -93,6 +93,7 @@ def start(
             f"JAX read from the environment: {found or 'the metadata of this machine'}. Is each of them started? Give "
             "--process_count=1 to run one process alone, or --coordinator_address, --process_count and --process_index.",
         )
+    before = jax.config.jax_enable_preemption_service
     jax.config.update("jax_enable_preemption_service", preemption)
     try:
         with _patience(who, *whom, timeout):
@@ -104,6 +105,7 @@ def start(
                 initialization_timeout=timeout + GRACE,
             )
     except Exception as error:  # whatever JAX, a metadata server or Kubernetes says
+        jax.config.update("jax_enable_preemption_service", before)
         if not explicit and _is_alone(error):
             return
         advice = f"; is the port of {coordinator_address} taken?" if "RPC server" in str(error) else ""

@@ -142,6 +142,7 @@ def train(
     in_parts = {"microbatches": microbatches, "loss_chunks": loss_chunks, "rules": rules or Rules()}
     trainer = Trainer(model, optimizer, devices, random_seed, z_loss, label_smoothing, **in_parts)
     trainer.check_batch_size(batch_size)
+    trainer.abstract_state()  # what does not fit the mesh is refused before data is read
     for cut in data.cut_examples(
         mixture_or_task_name, task_feature_lengths, use_cached_tasks=use_cached_tasks, seed=random_seed
     ):
