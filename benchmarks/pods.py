@@ -163,6 +163,8 @@ def _product(file: str, attention: str, topology: str, chips: int) -> Case:
         flags, features = [*flags, "NUM_CLASSES=4"], {"inputs": 512}
     elif "lm" in file:
         features = {"targets": 256}
+    elif "mt" in file:
+        features = {"inputs": 256, "targets": 256}  # its longest
     if chips > 4:
         flags += [FULL, *mesh(data=1, fsdp=chips)]
     files = (file, f"attention/{attention}.gin", "runs/compile.gin")

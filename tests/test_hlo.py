@@ -192,6 +192,18 @@ def test_bytes_through_memory_of_a_program_that_can_be_added_up_by_hand():
     assert [times for _, one, times in executed if one.name == "row"] == [6]
 
 
+def test_a_loop_that_goes_two_steps_at_a_time_has_half_the_trips():
+    """As XLA makes them of a product and its collective, without saying how many trips they have."""
+    text = TPU.replace(
+        "  ROOT %out = (s32[]{S(2)}, f32[4,100]{1,0}) tuple(%i, %new)",
+        "  %two = s32[]{:T(128)} constant(2)\n  %next = s32[]{S(2)} add(%i, %two)\n"
+        "  ROOT %out = (s32[]{S(2)}, f32[4,100]{1,0}) tuple(%next, %new)",
+    )
+    for bound, trips in ((6, 3), (7, 4)):
+        module = Module.parse(text.replace("constant(6)", f"constant({bound})"))
+        assert [times for _, one, times in traffic.executed(module) if one.name == "row"] == [trips]
+
+
 UNDER_WAY = """
 %start (param_0: f32[2,100]) -> (f32[2,100], f32[8,100], u32[]) {
   %param_0 = f32[2,100]{1,0} parameter(0)

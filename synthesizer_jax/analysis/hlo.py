@@ -162,9 +162,10 @@ class Module:
         return cls(computations, computations[entry])
 
     def trips(self, loop: Instruction) -> int:
-        """How often the body of a `while` runs: what XLA says, or else the bound in its condition.
+        """How often the body of a `while` runs: what XLA says, or else the bound in its condition by the step to it.
 
-        A loop that may end before its bound, as decoding does, counts to the bound.
+        A loop that may end before its bound, as decoding does, counts to the bound. Those that XLA makes of a product and
+        its collective (windowed einsum) go two steps at a time, and it does not say how many there are.
         """
         if known := re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.attributes):
             return int(known[1])
@@ -173,7 +174,20 @@ class Module:
             for found in self._with_inner(self.computations[loop.called("condition")])
             if found.opcode == "constant" and re.fullmatch(r"\d+", found.arguments)
         ]
-        return max(bounds, default=1)
+        return -(-max(bounds, default=1) // self._step(loop))
+
+    def _step(self, loop: Instruction) -> int:
+        """What a trip adds to the number that the condition compares with its bound."""
+        condition, body = self.computations[loop.called("condition")], self.computations[loop.called("body")]
+        read = {found.attributes for found in condition.values() if found.opcode == "get-tuple-element"}
+        index = re.search(r"index=(\d+)", read.pop()) if len(read) == 1 else None
+        if index is None or int(index[1]) >= len(body.root.operands):
+            return 1
+        moved = body.get(body.root.operands[int(index[1])])
+        if moved is None or moved.opcode != "add":
+            return 1
+        steps = [int(found.arguments) for found in body.operands(moved) if found.opcode == "constant"]
+        return steps[0] if len(steps) == 1 and steps[0] > 0 else 1
 
     def _with_inner(self, computation: Computation) -> Iterator[Instruction]:
         for instruction in computation.values():
