@@ -433,8 +433,8 @@ device and one step: a chip, but half a chip of v3. **Nothing here was run on a 
 program reads from and writes to HBM, without padding; *sent* is what a device sends in the collectives by ring algorithms.
 *program / model FLOPs* is above 1 where activations are computed again. Activations are bfloat16, parameters float32."""
 PAPER = """experiments/c4, 512 input and 114 target tokens, packed, batch 128; on v3:2x2, which the paper names, with every layer
-recomputed (REMAT = "full"). Decoding is that of a whole batch, up to the last token. In D+V, dense and dot product share a query: it stands in the traced model
-twice, and the compiler computes it once."""
+recomputed (REMAT = "full"). Decoding is that of a whole batch, up to the last token. In D+V, dense and
+dot product share a query: it stands in the traced model twice, and the compiler computes it once."""
 ELEVEN = """R+V, batch 128, parameters split over all chips (fsdp), every layer recomputed, one row a chip at a time."""
 SCALING = """experiments/c4/R+V.gin, 8 sequences a chip, data parallel. *carry* is the size of the arrays that are reduced, and they
 are the gradients: 217 million parameters' in bfloat16 (434 MB), those of R at the lengths that occur (106 MB) and of the tied
@@ -442,12 +442,12 @@ embedding (99 MB, twice: of tokens and of logits) in float32 make 737 MB = 703 M
 exchanged, nor are logits. Of n chips, each sends 2 (n - 1) / n times as much by a ring: 1.5 times at 4 chips, twice at many."""
 MESHES = """experiments/c4/R+V.gin, batch 128 on v5e:4x4. Attention weights of a layer are [b, 8, 512, 512] and logits
 [b, 114, 32128] for b sequences; the largest array of each kind of collective is beside it."""
-RANDOM = """T5 small with R at 512 and 114 tokens, batch 32, four chips on the model axis, with R [h, n, n] split over it by head, by query, by
-key or not at all. By head is the default."""
-MEMORY = """experiments/c4/R+V.gin on v5e:2x2, batch 32, one change at a time. Microbatches add up
-gradients in float32 and exchange them once; without them, those of layers are exchanged in bfloat16. Chunks of the loss save what
-logits need, which counts where there are many: not with 114 targets a sequence, but in a language model, here of 256 tokens in a
-batch of 128 (models/paper_lm1b_base.gin)."""
+RANDOM = """T5 small with R at 512 and 114 tokens, batch 32, four chips on the model axis, with R [h, n, n] split over it by
+head, by query, by key or not at all. By head, the default, nothing is sent for it."""
+MEMORY = """experiments/c4/R+V.gin on v5e:2x2, batch 32, one change at a time. Microbatches add up gradients in float32 and
+exchange them once; without them, those of layers are exchanged in bfloat16. Chunks of the loss save what logits need, which
+counts where there are many: not with 114 targets a sequence, but in a language model, here of 256 tokens in a batch of 128
+(models/paper_lm1b_base.gin)."""
 ATTENTIONS = "Every file of gin_configs/attention in T5 tiny, 2 sequences a chip, 512 and 114 tokens, with dropout."
 MODELS = """Every file of gin_configs/models with three kinds of attention, 2 sequences a chip, with dropout; from 3 billion
 parameters on split over all chips and recomputed."""
