@@ -60,9 +60,15 @@ def _describe_start(a: Mapping[str, Any]) -> list[str]:
 
 def _check_same_batches(a: Mapping[str, Any], found: epath.Path) -> None:
     """What can be told without reading examples."""
-    order = {"seed": a["random_seed"], "pack": a["pack"], "shards": a["data_shards"]}
+    order = {
+        "seed": a["random_seed"],
+        "pack": a["pack"],
+        "shards": a["data_shards"],
+        "shuffle": True,
+        "num_epochs": None,
+    }
     batches = a["mixture_or_task_name"], a["task_feature_lengths"], a["batch_size"], a["model"].batch
-    given = data.settings(*batches, use_cached_tasks=a["use_cached_tasks"], **order)
+    given = data.settings(*batches, split="train", use_cached_tasks=a["use_cached_tasks"], **order)
     data.check_settings(loop.position(found), given)
 
 

@@ -142,7 +142,10 @@ def test_a_process_that_fails_because_another_has_ended_says_so_in_a_line(monkey
         distributed.end(left_alone)
     said = capfd.readouterr().err
     assert end.value.code == 1 and "process 0: error: another process has ended, or can't be reached" in said
-    assert "Connection closed by peer" in said and "the same command on all hosts goes on" in said
+    assert (
+        "Connection closed by peer" in said
+        and "The same command on all hosts goes on from the last whole checkpoint" in said
+    )
     assert "Traceback" not in said and said.count("\n") == 1
 
 

@@ -32,11 +32,15 @@ def settings(
     mixture_or_task_name: str,
     task_feature_lengths: Mapping[str, int],
     batch_size: int,
-    keys: BatchKeys = ENCODER_DECODER,
+    keys: BatchKeys,
     *,
-    use_cached_tasks: bool | None = None,
-    split: str = "train",
-    **others: Any,
+    split: str,
+    use_cached_tasks: bool | None,
+    seed: int,
+    pack: bool,
+    shuffle: bool,
+    num_epochs: int | None,
+    shards: int,
 ) -> dict[str, Any]:
     """What the batches of `TrainBatches` depend on besides the examples: no state fits other settings."""
     provider = get_mixture_or_task(mixture_or_task_name)
@@ -46,8 +50,11 @@ def settings(
         "batch_size": batch_size,
         "split": split,
         "use_cached_tasks": use_cache(provider, use_cached_tasks, split),
-        **{"seed": 0, "pack": True, "shuffle": True, "num_epochs": None, "shards": 1},
-        **others,
+        "seed": seed,
+        "pack": pack,
+        "shuffle": shuffle,
+        "num_epochs": num_epochs,
+        "shards": shards,
         "seqio": seqio.__version__,
         "tensorflow": tf.__version__,
     }

@@ -196,8 +196,8 @@ def _about_another(error: Exception) -> str:
     if not isinstance(error, jax.errors.JaxRuntimeError) or not any(sign in str(error) for sign in _OF_OTHERS):
         return ""
     return (
-        f"another process has ended, or can't be reached, and its own output says why: {_first_line(error)[:300]}. The last "
-        "checkpoint is whole, and the same command on all hosts goes on from it"
+        f"another process has ended, or can't be reached, and its own output says why: {_first_line(error)[:300]}. The same "
+        "command on all hosts goes on from the last whole checkpoint"
     )
 
 
