@@ -36,6 +36,9 @@ class Placement:
     rules: Table
     overrides: Callable[[str], Table] = lambda path: {}  # of the parameter at this path, where its rules are its own
     parted: str | None = None  # the mesh axis that splits the batch into parts, of which one is seen
+    device: Mapping[str, tuple[str, ...]] | None = (
+        None  # logical axes of which one device's part is seen, by `per_device`
+    )
 
     def mesh_axes(self, axis: str | None, path: str = "") -> tuple[str, ...]:
         """The mesh axes that split a logical axis, of the parameter at a path or of an activation."""
@@ -155,13 +158,61 @@ def part_by_part(function: Callable[..., Any], axis: str) -> Callable[..., Any]:
     return jax.vmap(of_part, axis_name=_PARTS, spmd_axis_name=axis)
 
 
+def per_device(function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+    """function of the rows and heads of one device as a function of all, for what the partitioner can't split: a kernel.
+
+    Args:
+      inputs, outputs: for each array the logical axis of each of its axes, or None for one that is whole; None for an array
+        that is not given. Of an axis that does not divide, each device has all.
+
+    Where nothing is placed, the function itself. Inside, `summed` adds up over devices.
+    """
+    placement = _placement.get()
+    mesh = jax.sharding.get_abstract_mesh()
+    if placement is None or mesh.size == 1:
+        return function
+
+    def of_all(*args):
+        sizes = {}
+        jax.tree.map(
+            lambda axes, x: sizes.update((axis, x.shape[i]) for i, axis in enumerate(axes) if axis), inputs, args,
+            is_leaf=_is_axes,
+        )  # fmt: skip
+        split = {axis: tuple(name for name in placement.mesh_axes(axis) if mesh.shape[name] > 1) for axis in sizes}
+        split = {axis: part if sizes[axis] % _size(part) == 0 else () for axis, part in split.items()}
+
+        def of_device(*args):
+            with placed(dataclasses.replace(placement, device=split)):
+                return function(*args)
+
+        def spec(axes):
+            return PartitionSpec(*(split[axis] or None if axis else None for axis in axes))
+
+        specs = [jax.tree.map(spec, axes, is_leaf=_is_axes) for axes in (inputs, outputs)]
+        return jax.shard_map(of_device, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*args)
+
+    return of_all
+
+
+def _is_axes(x):
+    return type(x) is tuple and all(axis is None or isinstance(axis, str) for axis in x)
+
+
+def summed(x: Shaped[jax.Array, "..."], axis: str) -> Shaped[jax.Array, "..."]:
+    """The sum of what each device of `per_device` has for its part of a logical axis."""
+    placement = _placement.get()
+    if placement is None or placement.device is None or not placement.device[axis]:
+        return x
+    return jax.lax.psum(x, placement.device[axis])
+
+
 def bernoulli(key: Array, p: float, shape: Sequence[int], batch: int = 0) -> Bool[Array, "..."]:
     """jax.random.bernoulli of rows: of one part of a batch it is that part of what is drawn for the whole batch.
 
     Args: batch: which axis of shape is the batch.
     """
     shape = tuple(shape)
-    if not _in_part():
+    if not in_part():
         return jax.random.bernoulli(key, p, shape)
 
     @jax.custom_batching.custom_vmap
@@ -181,10 +232,16 @@ def bernoulli(key: Array, p: float, shape: Sequence[int], batch: int = 0) -> Boo
 
 def anywhere(mask: Bool[Array, "..."]) -> Bool[Array, ""]:
     """Whether an entry is True, in any part of the batch."""
-    return jax.lax.pmax(jnp.any(mask), _PARTS) if _in_part() else jnp.any(mask)
+    return jax.lax.pmax(jnp.any(mask), _PARTS) if in_part() else jnp.any(mask)
 
 
-def _in_part():
+def is_placed() -> bool:
+    """Whether what is traced lies on a mesh by rules."""
+    return _placement.get() is not None
+
+
+def in_part() -> bool:
+    """Whether one part of the batch is seen alone, see `part_by_part`."""
     placement = _placement.get()
     return placement is not None and placement.parted is not None
 

@@ -219,4 +219,5 @@ class _Seen:
 
 
 def _merge_heads(params, heads):
-    return jnp.einsum("bqhd,hde->bqe", heads, params["out"].astype(heads.dtype))
+    h, d, e = params["out"].shape
+    return heads.reshape(*heads.shape[:2], h * d) @ params["out"].astype(heads.dtype).reshape(h * d, e)

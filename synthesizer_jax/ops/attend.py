@@ -1,10 +1,12 @@
 """From scores to outputs: masks, softmax, and the choice of algorithm by the form of the scores.
 
 out_i = sum_j softmax_j(logits_ij) v_j over the keys j that query i may attend to; a query without any key gets 0, and
-gradient 0. Two exact algorithms:
+gradient 0. Exact algorithms:
 
 - "shared", for scores that are a bias shared by the batch (R, FR and their sums): exponentiate the [h, q, k] table once
   for the whole batch and divide by each sequence's own sum over its keys. [b, h, q, k] never exists.
+- "flash" (TPU) and "cudnn" (GPU), for a low-rank part, maybe with a bias that the batch shares: a fused kernel, see
+  ops/fused.py. [b, h, q, k] never exists.
 - "xla", for every form: logits [b, h, q, k] in float32, masked softmax, product with the values.
 
 Scores shared by the batch are defined with a floor: R'_ij = max(R_ij, max_j' R_ij' - 100), the maximum over the keys that
@@ -25,9 +27,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from synthesizer_jax import activations
 from synthesizer_jax.axes import contract
+from synthesizer_jax.ops import fused
 from synthesizer_jax.scores.base import Scores
 
-Path = Literal["auto", "shared", "xla"]
+Path = Literal["auto", "shared", "flash", "cudnn", "xla"]
 
 # In one place: the value of masked logits. Lower than any score, finite, so that no row is all -inf.
 _MASKED = float(jnp.finfo(jnp.float32).min)
@@ -72,7 +75,8 @@ def attend(
     sees a key, whatever the sequence (sparse attention). mask [b|1, h|1, q|1, k]: any other rule, True = may attend. A
     key is seen where all of these allow it; what stands at keys that no query sees is irrelevant, be it inf or NaN. bias
     [b|1, h|1, q|1, k] is added to the scores. dropout acts on the weights after normalisation. path: "auto" takes
-    "shared" where it applies.
+    "shared" where it applies, else a fused kernel where there is one for the device (ops/fused.py says when), else "xla".
+    "flash" can be asked for on any device: without a TPU it is interpreted, which is slow.
 
     A mask of each sequence's own costs [b, h, q, k] even with scores that the batch shares: prefer key_mask, causal and
     segments where they say the same. One with batch axis 1 keeps the shared algorithm.
@@ -91,11 +95,14 @@ def attend(
             f"own, got {_describe(scores)}, {'no ' if q_segments is None else ''}segments, "
             f"mask of shape {None if mask is None else mask.shape}; use path='auto'"
         )
-    if shared and path != "xla":
+    if shared and path in ("auto", "shared"):
         common = masks.common(scores, values.shape[1])
         values = values if mask is None and allowed is None else _seen(values, common)
         table = jnp.broadcast_to(scores.bias[0], (values.shape[2], masks.q_length(scores), values.shape[1]))
         return _shared_softmax(table, values, key_mask, None if common is None else common[0])
+    kind = fused.choose(path, scores, values, masks)
+    if kind != "xla":
+        return fused.attend(kind, scores, values, masks)
     weights, may_attend, has_key = _weights(scores, values.shape[1], masks)
     values = _masked(_masked(values, key_mask), None if k_segments is None else k_segments > 0)
     values = values if mask is None and allowed is None else _seen(values, may_attend)
@@ -167,9 +174,12 @@ class _Masks(NamedTuple):
 
     def common(self, scores, k_length):
         """[1, h|1, q, k], False where no sequence may attend by a rule of the batch; None where nothing is forbidden."""
-        causal = _causal(self.q_length(scores), k_length, self.q_offset) if self.causal else None
-        rule = _both(causal, self.allowed)
-        rule = None if rule is None else rule[None, None]
+        causal = _causal(self.q_length(scores), k_length, self.q_offset)[None, None] if self.causal else None
+        return _both(causal, self.rules())
+
+    def rules(self):
+        """As `common`, without causality."""
+        rule = None if self.allowed is None else self.allowed[None, None]
         return rule if self.differ_by_mask else _both(rule, self.mask)
 
     def own(self):

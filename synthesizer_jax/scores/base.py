@@ -170,6 +170,10 @@ class Spec(abc.ABC):
         """Why the scores can't be multiplied by a learned weight; None when they can."""
         return None
 
+    def scaled_parameters(self, params: Parameters, alpha: Float[Array, "_h"]) -> Parameters | None:
+        """Parameters whose scores are alpha times these parameters'; None where only the scores themselves can be scaled."""
+        return None
+
     def reads_positions(self) -> bool:
         """Whether scores or values depend on where in its segment a token stands, not on distances alone."""
         return False
@@ -269,7 +273,8 @@ def from_zero(positions: Array, size: int) -> Array:
 
 def project(x: Float[Array, "b q e"], weight: Float[Array, "e h r"]) -> Float[Array, "b q h r"]:
     """x W for each head, in x's dtype."""
-    return jnp.einsum("bqe,ehr->bqhr", x, weight.astype(x.dtype))
+    e, h, r = weight.shape
+    return (x @ weight.astype(x.dtype).reshape(e, h * r)).reshape(*x.shape[:2], h, r)
 
 
 def subclasses(kind: type) -> list[type]:

@@ -37,6 +37,9 @@ class DotProduct(Spec):
     def key_features(self, params, x_kv, k_positions=None):
         return project(x_kv, params["key"])
 
+    def scaled_parameters(self, params, alpha):
+        return {**params, "query": params["query"] * alpha.astype(params["query"].dtype)[:, None]}
+
     def score(self, params, x_q, keys, k_length, q_positions=None, k_positions=None):
         query = project(x_q, params["query"])
         return Scores(query=query if self.scale is None else query * self.scale, key=keys)

@@ -114,12 +114,16 @@ class Mixture(Spec):
 
     def score(self, params, x_q, keys, k_length, q_positions=None, k_positions=None):
         keys = (None,) * len(self.parts) if keys is None else keys
-        scores = [
-            part.score(own, x_q, part_keys, k_length, q_positions, k_positions)
-            for (part, own), part_keys in zip(self._part_params(params), keys, strict=True)
-        ]
-        if self.weights != "sum":
-            scores = [part.scaled(alpha) for part, alpha in zip(scores, self.mixture_weights(params), strict=True)]
+        scores = []
+        for (part, own), part_keys, alpha in zip(
+            self._part_params(params), keys, self.mixture_weights(params), strict=True
+        ):
+            # Where tokens are more than features, it costs less to scale the parameters. A projection of shared queries
+            # would be computed for each part then.
+            in_parameters = x_q.shape[0] * x_q.shape[1] > x_q.shape[2] and not self.share_query
+            scaled = part.scaled_parameters(own, alpha) if in_parameters and self.weights != "sum" else None
+            one = part.score(own if scaled is None else scaled, x_q, part_keys, k_length, q_positions, k_positions)
+            scores.append(one if scaled is not None or self.weights == "sum" else one.scaled(alpha))
         return sum(scores[1:], scores[0])
 
     def value_inputs(self, params, x_kv, k_positions=None):
