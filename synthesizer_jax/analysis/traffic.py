@@ -179,7 +179,7 @@ def _behind(computation: Computation, instruction: Instruction, opcodes: tuple[s
 def matrix_flops(module: Module, program: Executed) -> int:
     """The operations of matrix products and convolutions, 2 for each multiplication and addition.
 
-    A hand-written kernel (a custom call) hides its own.
+    Of a hand-written kernel (a custom call), what it says of itself.
     """
     return sum(times * _flops(module, computation, instruction) for computation, instruction, times in program)
 
@@ -192,6 +192,9 @@ def _flops(module: Module, computation: Computation, instruction: Instruction) -
             return 2 * instruction.results[0].size * math.prod(first[axis] for axis in contracted)
         case "convolution":
             return _convolution_flops(computation, instruction)
+        case "custom-call":
+            said = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.attributes)
+            return int(said[1]) if said else 0
         case "fusion" | "async-start" | "call":
             inner = module.computations.get(instruction.called() or instruction.called("to_apply") or "")
             return sum(_flops(module, inner, found) for found in inner.values()) if inner else 0

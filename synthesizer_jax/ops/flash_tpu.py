@@ -33,7 +33,7 @@ _SUBLANES = 16  # rows of a tile of 16-bit numbers
 MASKED = -2e38  # lower than any score; a row whose maximum is below half of it has no key
 _LARGEST_BLOCK = 1024  # queries: more would fetch little less
 _LARGEST_LOGITS = 2**20  # queries x keys, 4 MiB of which several are alive at a time
-_PREFIXES = 4  # lengths of keys that are told apart under a causal mask: 62.5 % of the work of all keys
+_PREFIXES = 4  # parts of the queries with their own number of keys under a causal mask: 62.5 % of the work of all pairs
 
 MiB = 2**20
 VMEM = {  # of a core, and what of it a kernel is given; the rest is XLA's
@@ -87,7 +87,7 @@ def backward_vmem(sizes: Sizes, queries: int, tile: int) -> int:
     blocks = queries * (sizes.query + widths) + 2 * sizes.k_length * widths
     bias = 2 * 4 * sizes.heads * queries * sizes.k_length if sizes.bias else 0
     logits = queries * sizes.k_length * (5 * 4 + 2 * sizes.itemsize)
-    sums = 4 * sizes.k_length * widths * (1 + (tile if queries < sizes.q_length else 0))
+    sums = 4 * sizes.k_length * widths * (1 + (tile if queries < sizes.q_length else 1))
     return 2 * (blocks * sizes.itemsize + bias) + logits + sums + _in_parts(sizes, queries)
 
 
@@ -374,17 +374,17 @@ def _run_forward(static, interpret, query, key, values, bias, q_marks, k_marks):
         refs, (out,) = _Refs(**dict(zip(names, refs, strict=False))), refs[len(names) :]
         block = pl.program_id(1)
 
-        def instance(length):
-            sums = jnp.zeros((queries, sizes.values), jnp.float32)
+        def instance(rows, length):
+            sums = jnp.zeros((rows.stop - rows.start, sizes.values), jnp.float32)
             for head in range(sizes.heads):
-                weights, inverse = _weights(static, refs, head, block * queries, queries, length)
+                weights, inverse = _weights(static, refs, head, block * queries, rows, length)
                 window, own = _lanes(sizes, sizes.values, head)
                 value = refs.values[:length, window]
                 heads_sums = _product(weights.astype(value.dtype), value, ((1,), (0,))) * inverse
                 sums = _with_lanes(sums, heads_sums, window, own)
-            out[...] = sums.astype(out.dtype)
+            out[rows] = sums.astype(out.dtype)
 
-        _for_prefixes(static, block, blocks, queries, instance)
+        _for_prefixes(static, block, queries, instance)
 
     return pl.pallas_call(
         kernel,
@@ -396,7 +396,7 @@ def _run_forward(static, interpret, query, key, values, bias, q_marks, k_marks):
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=_limit(static.forward, static.options.vmem),
         ),
-        cost_estimate=_cost(static, products=2),
+        cost_estimate=_cost(static, queries, products=2),
         interpret=interpret,
         name="synthesizer_attention",
     )(*[array for array, _ in given])
@@ -406,7 +406,9 @@ def _run_backward(static, interpret, query, key, values, bias, q_marks, k_marks,
     """Gradients of query, key, values and bias."""
     sizes, queries, tile = static.sizes, static.backward.queries, static.backward.tile
     blocks, tiles = sizes.q_length // queries, sizes.batch // tile
-    summed = blocks > 1  # gradients of keys and values, over the blocks of queries
+    summed = (
+        blocks > 1 or static.options.causal
+    )  # gradients of keys and values, over the blocks of queries or their parts
 
     def rows(g, t, i, b):
         return t * tile + b, i, g
@@ -416,7 +418,7 @@ def _run_backward(static, interpret, query, key, values, bias, q_marks, k_marks,
 
     def keys_out(g, t, i, b):
         # Until the last block of queries all stay with the tile's first sequence, so that nothing is written.
-        return (t * tile + (jnp.where(i == blocks - 1, b, 0) if summed else b), 0, g)
+        return (t * tile + (jnp.where(i == blocks - 1, b, 0) if blocks > 1 else b), 0, g)
 
     arrays = _Refs(
         query=(query, pl.BlockSpec((None, queries, sizes.query), rows)),
@@ -441,7 +443,8 @@ def _run_backward(static, interpret, query, key, values, bias, q_marks, k_marks,
         outs.append(
             (table, pl.BlockSpec((None, sizes.heads, queries, sizes.k_length), lambda g, t, i, b: (t, g, i, 0)))
         )
-    scratch = [pltpu.VMEM((tile, sizes.k_length, width), jnp.float32) for width in (sizes.query, sizes.values)]
+    kept = tile if blocks > 1 else 1
+    scratch = [pltpu.VMEM((kept, sizes.k_length, width), jnp.float32) for width in (sizes.query, sizes.values)]
 
     def kernel(*refs):
         refs, rest = _Refs(**dict(zip(names, refs, strict=False))), refs[len(names) :]
@@ -455,34 +458,34 @@ def _run_backward(static, interpret, query, key, values, bias, q_marks, k_marks,
                 d_bias[...] = jnp.zeros_like(d_bias)
 
         if summed:
-            sums = [ref.at[b] for ref in rest[-2:]]
+            sums = [ref.at[b if blocks > 1 else 0] for ref in rest[-2:]]
 
             @pl.when(block == 0)
             def _():
                 for ref in sums:
                     ref[...] = jnp.zeros_like(ref)
 
-        def instance(length):
-            dq = jnp.zeros((queries, sizes.query), jnp.float32)
+        def instance(rows, length):
+            dq = jnp.zeros((rows.stop - rows.start, sizes.query), jnp.float32)
             dk = jnp.zeros((length, sizes.query), jnp.float32)
             dv = jnp.zeros((length, sizes.values), jnp.float32)
             for head in range(sizes.heads):
-                exponentials, inverse = _weights(static, refs, head, block * queries, queries, length)
+                exponentials, inverse = _weights(static, refs, head, block * queries, rows, length)
                 weights = exponentials * inverse
                 window, own = _lanes(sizes, sizes.query, head)
                 value_window, value_own = _lanes(sizes, sizes.values, head)
-                g = _own_lanes(refs.gradient[:, value_window], value_own)
+                g = _own_lanes(refs.gradient[rows, value_window], value_own)
                 d_weights = _product(g, refs.values[:length, value_window], ((1,), (1,)))
                 mean = jnp.sum(weights * d_weights, axis=1, keepdims=True)
                 d_logits = weights * (d_weights - mean)
                 if d_bias is not None:
-                    d_bias[head, :, :length] += d_logits
+                    d_bias[head, rows, :length] += d_logits
                 d_logits = d_logits.astype(g.dtype)
-                q = _own_lanes(refs.query[:, window], own)
+                q = _own_lanes(refs.query[rows, window], own)
                 dq = _with_lanes(dq, _product(d_logits, refs.key[:length, window], ((1,), (0,))), window, own)
                 dk = _plus_lanes(dk, _product(d_logits, q, ((0,), (0,))), window)
                 dv = _plus_lanes(dv, _product(weights.astype(g.dtype), g, ((0,), (0,))), value_window)
-            d_query[...] = dq.astype(d_query.dtype)
+            d_query[rows] = dq.astype(d_query.dtype)
             if summed:
                 sums[0][:length] += dk
                 sums[1][:length] += dv
@@ -490,7 +493,7 @@ def _run_backward(static, interpret, query, key, values, bias, q_marks, k_marks,
                 d_key[...] = dk.astype(d_key.dtype)
                 d_values[...] = dv.astype(d_values.dtype)
 
-        _for_prefixes(static, block, blocks, queries, instance)
+        _for_prefixes(static, block, queries, instance)
         if summed:
 
             @pl.when(block == blocks - 1)
@@ -509,7 +512,7 @@ def _run_backward(static, interpret, query, key, values, bias, q_marks, k_marks,
             dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
             vmem_limit_bytes=_limit(static.backward, static.options.vmem),
         ),
-        cost_estimate=_cost(static, products=5),
+        cost_estimate=_cost(static, queries, products=5),
         interpret=interpret,
         name="synthesizer_attention_gradient",
     )(*[array for array, _ in given])
@@ -536,27 +539,46 @@ def _present(arrays):
     return list(pairs.values()), tuple(pairs)
 
 
-def _for_prefixes(static, block, blocks, queries, instance):
-    """instance(keys to look at): under a causal mask those after the block's last query are left out."""
-    length = static.sizes.k_length
+def _for_prefixes(static, block, queries, instance):
+    """instance(rows of the block, keys that they look at): under a causal mask, keys after the last of them are left out."""
+    blocks = static.sizes.q_length // queries
+    for first, last, rows, length in _prefixes(static, queries):
+        run = functools.partial(instance, rows, length)
+        if (first, last) == (0, blocks):
+            run()
+        else:
+            pl.when((block >= first) & (block < last))(run)
+
+
+def _prefixes(static, queries):
+    """(blocks of queries from, to, which of their rows, how many keys) of all that is computed apart."""
+    length, blocks = static.sizes.k_length, static.sizes.q_length // queries
     if not static.options.causal:
-        instance(length)
-        return
-    count = min(_PREFIXES, blocks)
-    lasts = [-(-blocks * (i + 1) // count) for i in range(count)]  # blocks of queries before it
-    for first, last in zip([0, *lasts], lasts, strict=False):
-        seen = min(_up(max(last * queries + static.options.q_offset, 1), _LANES), length)
-        pl.when((block >= first) & (block < last))(functools.partial(instance, seen))
+        return [(0, blocks, slice(0, queries), length)]
+
+    def seen(rows):
+        return min(_up(max(rows + static.options.q_offset, 1), _LANES), length)
+
+    if blocks > 1:
+        count = min(_PREFIXES, blocks)
+        lasts = [-(-blocks * (i + 1) // count) for i in range(count)]
+        return [
+            (first, last, slice(0, queries), seen(last * queries))
+            for first, last in zip([0, *lasts], lasts, strict=False)
+        ]
+    part = _up(-(-queries // _PREFIXES), _LANES)
+    ends = [min(start + part, queries) for start in range(0, queries, part)]
+    return [(0, 1, slice(start, end), seen(end)) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _weights(static, refs, head, first, queries, length):
-    """(exp(logits - row maximum) [queries, length], 1 / their sum or 0 [queries, 1]) of one head, in float32."""
+def _weights(static, refs, head, first, rows, length):
+    """(exp(logits - row maximum) [rows, length], 1 / their sum or 0 [rows, 1]) of one head, in float32."""
     window, own = _lanes(static.sizes, static.sizes.query, head)
-    query = _own_lanes(refs.query[:, window], own)
+    query = _own_lanes(refs.query[rows, window], own)
     logits = _product(query, refs.key[:length, window], ((1,), (1,)))
     if refs.bias is not None:
-        logits = logits + refs.bias[head, :, :length]
-    allowed = _allowed(static, refs, first, queries, length)
+        logits = logits + refs.bias[head, rows, :length]
+    allowed = _allowed(static, refs, first, rows, length)
     if allowed is not None:
         logits = jnp.where(allowed, logits, MASKED)
     top = jnp.max(logits, axis=1, keepdims=True)
@@ -565,17 +587,17 @@ def _weights(static, refs, head, first, queries, length):
     return exponentials, jnp.where(top > MASKED / 2, 1 / total, 0.0)
 
 
-def _allowed(static, refs, first, queries, length):
-    """[queries, length] or [1, length]: which keys the block's queries may attend to; None: all."""
-    rules = []
-    column = jax.lax.broadcasted_iota(jnp.int32, (queries, length), 1)
+def _allowed(static, refs, first, rows, length):
+    """[rows, length] or [1, length]: which keys these rows of the block may attend to; None: all."""
+    rules, count = [], rows.stop - rows.start
+    column = jax.lax.broadcasted_iota(jnp.int32, (count, length), 1)
     if static.options.causal:
-        row = jax.lax.broadcasted_iota(jnp.int32, (queries, length), 0)
-        rules.append(column - row <= first + static.options.q_offset)
+        row = jax.lax.broadcasted_iota(jnp.int32, (count, length), 0)
+        rules.append(column - row <= first + rows.start + static.options.q_offset)
     if static.k_length < length:
         rules.append(column < static.k_length)
     if refs.q_marks is not None:
-        marks = jnp.broadcast_to(refs.q_marks[...], (8, queries)).T[:, :1]  # a row as a column
+        marks = jnp.broadcast_to(refs.q_marks[:, rows], (8, count)).T[:, :1]  # a row as a column
         rules.append(refs.k_marks[:, :length] == marks)
     elif refs.k_marks is not None:
         rules.append(refs.k_marks[:, :length] > 0)
@@ -619,17 +641,12 @@ def _product(first, second, axes):
     return jax.lax.dot_general(first, second, (axes, ((), ())), precision, preferred_element_type=jnp.float32)
 
 
-def _cost(static, products):
+def _cost(static, queries, products):
     """For XLA's scheduler and its cost analysis, which do not see into a kernel."""
-    sizes = static.sizes
-    logits = (
-        sizes.batch
-        * sizes.groups
-        * sizes.heads
-        * sizes.q_length
-        * sizes.k_length
-        // (2 if static.options.causal else 1)
+    sizes, blocks = static.sizes, static.forward if products == 2 else static.backward
+    pairs = sum(
+        (last - first) * (rows.stop - rows.start) * length for first, last, rows, length in _prefixes(static, queries)
     )
-    size = {2: static.rank + static.size, 5: 3 * static.rank + 2 * static.size}[products]
-    blocks = static.forward if products == 2 else static.backward
+    logits = sizes.batch * static.heads * pairs
+    size = static.rank + static.size if products == 2 else 3 * static.rank + 2 * static.size
     return pl.CostEstimate(flops=2 * size * logits, transcendentals=logits, bytes_accessed=blocks.moved)
