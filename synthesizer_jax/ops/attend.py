@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 from synthesizer_jax import activations
 from synthesizer_jax.axes import contract
 from synthesizer_jax.ops import fused
+from synthesizer_jax.ops.shared_softmax import FLOOR, masked, shared_softmax
 from synthesizer_jax.scores.base import Scores
 
 Path = Literal["auto", "shared", "flash", "cudnn", "xla"]
@@ -35,16 +36,9 @@ Path = Literal["auto", "shared", "flash", "cudnn", "xla"]
 # In one place: the value of masked logits. Lower than any score, finite, so that no row is all -inf.
 _MASKED = float(jnp.finfo(jnp.float32).min)
 
-# Nats below the row's maximum at which scores shared by the batch end.
-_FLOOR = 100.0
-
 # Kernels that may be negative are normalised by their sum where it is at least this part of the sum of their sizes: below
 # it, float32 has cancelled all digits.
 _SMALLEST_SUM = 1e-6
-
-# Scale of the shared exponentials, exactly a power of 2. Entries lie between 2^40 e^-100 = 4e-32 and 2^40, so that sums,
-# their reciprocals and gradients from 1e-23 up are all normal numbers in float32 and bfloat16.
-_SCALE = 2.0**40
 
 
 class Dropout(NamedTuple):
@@ -99,12 +93,12 @@ def attend(
         common = masks.common(scores, values.shape[1])
         values = values if mask is None and allowed is None else _seen(values, common)
         table = jnp.broadcast_to(scores.bias[0], (values.shape[2], masks.q_length(scores), values.shape[1]))
-        return _shared_softmax(table, values, key_mask, None if common is None else common[0])
+        return shared_softmax(table, values, key_mask, None if common is None else common[0])
     kind = fused.choose(path, scores, values, masks)
     if kind != "xla":
         return fused.attend(kind, scores, values, masks)
     weights, may_attend, has_key = _weights(scores, values.shape[1], masks)
-    values = _masked(_masked(values, key_mask), None if k_segments is None else k_segments > 0)
+    values = masked(masked(values, key_mask), None if k_segments is None else k_segments > 0)
     values = values if mask is None and allowed is None else _seen(values, may_attend)
     weights = weights.astype(values.dtype)
     if weights.shape[0] == 1:
@@ -201,7 +195,7 @@ def _weights(scores, k_length, masks):
         logits = jnp.broadcast_to(logits, (*logits.shape[:2], masks.q_length(scores), k_length))
     if scores.shared_by_batch and not masks.differ_by_mask:
         shifted = logits - _row_max(logits, common)  # a constant of the row, that the softmax doesn't see
-        logits = jnp.where(shifted < -_FLOOR, -_FLOOR, shifted)  # not maximum: it halves the gradient of a tie
+        logits = jnp.where(shifted < -FLOOR, -FLOOR, shifted)  # not maximum: it halves the gradient of a tie
     allowed = _both(common, own)
     # A causal row always has its first key; only the other masks can leave a row without any.
     has_key = None if own is None and masks.allowed is None else jnp.any(allowed, axis=-1, keepdims=True)
@@ -245,61 +239,6 @@ def drop_keys(values: Float[Array, "b k h d"], dropout: Dropout) -> Float[Array,
     """The values without those that are dropped, whole keys of a head, the others scaled up."""
     keep = activations.bernoulli(dropout.key, 1 - dropout.rate, values.shape[:3])[..., None]
     return jnp.where(keep, values / (1 - dropout.rate), 0)
-
-
-def _exponentials(table, common):
-    """(e [h, q, k] = 2^40 exp(R' - rowmax), 0 where no sequence may attend; whether R is above its floor)."""
-    shifted = table - _row_max(table, common)
-    half = jnp.exp(jnp.maximum(shifted, -_FLOOR) / 2)
-    e = (half * _SCALE) * half  # in this order no factor is below float32's normal range
-    if common is not None:
-        e = jnp.where(common, e, 0)
-    return e, shifted >= -_FLOOR
-
-
-@jax.custom_vjp
-def _shared_softmax(table, values, key_mask, common):
-    """Softmax of table [h, q, k] over each sequence's keys, times values [b, k, h, d]; [b, q, h, d].
-
-    common [h|1, q, k]: what all sequences may attend to.
-    """
-    return _shared_softmax_forward(table, values, key_mask, common)[0]
-
-
-def _shared_softmax_forward(table, values, key_mask, common):
-    e = _exponentials(table, common)[0].astype(values.dtype)
-    numerator = contract("hqk,bkhd->bqhd", e, _masked(values, key_mask))
-    if key_mask is None:
-        denominator = jnp.sum(e, axis=-1, dtype=jnp.float32).T[None]  # [1, q, h]: each sequence has all keys
-    else:
-        denominator = contract("hqk,bk->bqh", e, key_mask.astype(e.dtype))
-    inverse = jnp.where(denominator > 0, 1 / jnp.where(denominator > 0, denominator, 1), 0)
-    out = (numerator * inverse[..., None]).astype(values.dtype)
-    return out, (table, values, key_mask, common, inverse, out)
-
-
-def _shared_softmax_backward(residuals, gradient):
-    table, values, key_mask, common, inverse, out = residuals
-    e, above_floor = _exponentials(table, common)
-    scaled = gradient.astype(jnp.float32) * inverse[..., None]  # g / den
-    correction = jnp.sum(scaled * out.astype(jnp.float32), axis=-1)  # [b, q, h]
-    scaled = scaled.astype(values.dtype)
-    d_values = contract("hqk,bqhd->bkhd", e.astype(values.dtype), scaled)
-    d_table = contract("bqhd,bkhd->hqk", scaled, _masked(values, key_mask))
-    if key_mask is None:
-        d_table = d_table - jnp.sum(correction, axis=0).T[:, :, None]
-    else:
-        d_table = d_table - jnp.einsum("bqh,bk->hqk", correction, key_mask.astype(jnp.float32))
-    d_table = jnp.where(above_floor, e * d_table, 0)
-    return d_table, _masked(d_values, key_mask).astype(values.dtype), None, None
-
-
-_shared_softmax.defvjp(_shared_softmax_forward, _shared_softmax_backward)
-
-
-def _masked(values, key_mask):
-    """By selection, never by a product: padding may hold inf or NaN."""
-    return values if key_mask is None else jnp.where(key_mask[:, :, None, None], values, 0)
 
 
 def _seen(values, allowed):
