@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from synthesizer_jax.axes import BATCH, EMBED
 
@@ -233,6 +233,11 @@ def bernoulli(key: Array, p: float, shape: Sequence[int], batch: int = 0) -> Boo
 def anywhere(mask: Bool[Array, "..."]) -> Bool[Array, ""]:
     """Whether an entry is True, in any part of the batch."""
     return jax.lax.pmax(jnp.any(mask), _PARTS) if in_part() else jnp.any(mask)
+
+
+def largest(numbers: Int[Array, "..."]) -> Int[Array, ""]:
+    """The largest entry, of all parts of the batch."""
+    return jax.lax.pmax(jnp.max(numbers), _PARTS) if in_part() else jnp.max(numbers)
 
 
 def is_placed() -> bool:

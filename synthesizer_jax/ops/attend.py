@@ -5,6 +5,7 @@ gradient 0. Exact algorithms:
 
 - "shared", for scores that are a bias shared by the batch (R, FR and their sums): exponentiate the [h, q, k] table once
   for the whole batch and divide by each sequence's own sum over its keys. [b, h, q, k] never exists.
+- packed rows of R: the same for the entries of a table at positions within segments (ops/packed_softmax.py).
 - "flash" (TPU) and "cudnn" (GPU), for a low-rank part, maybe with a bias that the batch shares: a fused kernel, see
   ops/fused.py. [b, h, q, k] never exists.
 - "xla", for every form: logits [b, h, q, k] in float32, masked softmax, product with the values.
@@ -28,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from synthesizer_jax import activations
 from synthesizer_jax.axes import contract
 from synthesizer_jax.ops import fused
+from synthesizer_jax.ops.packed_softmax import Rows, packed_softmax
 from synthesizer_jax.ops.shared_softmax import FLOOR, masked, shared_softmax
 from synthesizer_jax.scores.base import Scores
 
@@ -79,9 +81,15 @@ def attend(
     """
     scores = _plus(scores, bias)
     masks = _Masks(key_mask, causal, q_offset, q_segments, k_segments, allowed, mask)
+    packed = path == "auto" and scores.only_looked_up and masks.are_segments
+    scores = scores if packed else scores.looked_up()
     _check(scores, values, masks, path)
     if dropout is not None and dropout.rate > 0:
         values = drop_keys(values, dropout)
+    if packed:
+        lookup, batch = scores.lookup, values.shape[0]
+        positions = [jnp.broadcast_to(p, (batch, p.shape[1])) for p in (lookup.q_positions, lookup.k_positions)]
+        return packed_softmax(lookup.table, values, Rows(q_segments, k_segments, *positions, key_mask), causal)
     shared = scores.shared_by_batch and q_segments is None and not masks.differ_by_mask
     if path == "shared" and not shared:
         raise ValueError(
@@ -124,7 +132,7 @@ def attention_weights(
     bias: Float[Array, "_b _h _q k"] | None = None,
 ) -> Float[Array, "b h q k"]:
     """The normalised weights [b, h, q, k] in float32 that `attend` would apply to the values: for looking at."""
-    scores = _plus(scores, bias)
+    scores = _plus(scores, bias).looked_up()
     masks = _Masks(key_mask, causal, q_offset, q_segments, k_segments, allowed, mask)
     weights, _, has_key = _weights(scores, k_length, masks)
     if has_key is not None:
@@ -158,6 +166,17 @@ class _Masks(NamedTuple):
     def differ_by_mask(self) -> bool:
         """True where `mask` is each sequence's own."""
         return self.mask is not None and self.mask.shape[0] > 1
+
+    @property
+    def are_segments(self) -> bool:
+        """True where nothing but segments, causality and padding keys restricts who sees whom."""
+        return (
+            self.q_segments is not None
+            and self.allowed is None
+            and self.mask is None
+            and not isinstance(self.q_offset, jax.Array)
+            and self.q_offset == 0
+        )
 
     def q_length(self, scores):
         """The number of queries, that any of the arguments may say."""
@@ -247,6 +266,12 @@ def _seen(values, allowed):
     return jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], values, 0)
 
 
+def _keys_and_heads(scores):
+    if scores.lookup is not None:
+        return scores.lookup.k_positions.shape[1], scores.lookup.table.shape[0]
+    return scores.key.shape[1:3] if scores.key is not None else _table(scores).shape[3:0:-2]
+
+
 def _table(scores):
     return scores.factor if scores.bias is None else scores.bias
 
@@ -263,7 +288,7 @@ def _check(scores, values, masks, path):
     if path not in get_args(Path):
         raise ValueError(f"path: expected one of {get_args(Path)}, got {path!r}")
     batch, k_length, heads = values.shape[:3]
-    found = scores.key.shape[1:3] if scores.key is not None else _table(scores).shape[3:0:-2]
+    found = _keys_and_heads(scores)
     if found[0] != k_length or found[1] not in (heads, 1):
         raise ValueError(
             f"values: expected [b, k, h, d] with the scores' k, h = {found}, got shape {values.shape}; scores and "

@@ -23,7 +23,7 @@ FLOOR = 100.0
 # Scale of the shared exponentials, exactly a power of 2. Entries lie between 2^40 e^-100 = 4e-32 and 2^40, so that sums,
 # their reciprocals and gradients from 1e-23 up are all normal numbers in float32 and bfloat16.
 _SCALE = 2.0**40
-_MASKED = float(jnp.finfo(jnp.float32).min)
+MASKED = float(jnp.finfo(jnp.float32).min)
 
 
 @jax.custom_vjp
@@ -41,8 +41,8 @@ def shared_softmax(
 
 
 def _forward(table, values, key_mask, common):
-    highest = jnp.max(table if common is None else jnp.where(common, table, _MASKED), axis=-1, keepdims=True)
-    e = _exponentials(table, highest, common, values.dtype)
+    highest = row_max(table, common)
+    e = exponentials(table, highest, common, values.dtype)
     seen = masked(values, key_mask)
     if key_mask is None:
         numerator = contract("hqk,bkhd->bqhd", e, seen)
@@ -53,43 +53,60 @@ def _forward(table, values, key_mask, common):
     else:
         numerator = contract("hqk,bkhd->bqhd", e, seen)
         denominator = contract("hqk,bk->bqh", e, key_mask.astype(e.dtype))
-    inverse = jnp.where(denominator > 0, 1 / jnp.where(denominator > 0, denominator, 1), 0)
+    inverse = inverse_of(denominator)
     out = (numerator * inverse[..., None]).astype(values.dtype)
     return out, (table, highest, values, key_mask, common, inverse, out)
 
 
 def _backward(residuals, gradient):
     table, highest, values, key_mask, common, inverse, out = residuals
-    e = _exponentials(table, highest, common, values.dtype)
+    e = exponentials(table, highest, common, values.dtype)
     scaled = (gradient.astype(jnp.float32) * inverse[..., None]).astype(values.dtype)  # g / den
     d_values = contract("hqk,bqhd->bkhd", e, scaled)
     # d_table = e * (sum_b g'_q v_k - c_q mask_k) with c_q = <g'_q, out_q>
     seen = masked(values, key_mask)
     if key_mask is None:
-        difference = contract("bqhd,bkhd->hqk", scaled, seen) - jnp.sum(_inner(scaled, out), axis=0).T[:, :, None]
+        difference = contract("bqhd,bkhd->hqk", scaled, seen) - jnp.sum(inner(scaled, out), axis=0).T[:, :, None]
     else:
-        corrections = jnp.stack(_parts(_inner(scaled, out), values.dtype), axis=-1)  # [b, q, h, 1|2]
+        corrections = jnp.stack(_parts(inner(scaled, out), values.dtype), axis=-1)  # [b, q, h, 1|2]
         columns = jnp.broadcast_to(key_mask[:, :, None], (*key_mask.shape, corrections.shape[-1])).astype(values.dtype)
         if _is_long(values):
             left = jnp.concatenate([scaled, -corrections], axis=-1)
             difference = contract("bqhd,bkhd->hqk", left, _with_columns(seen, columns))
         else:
             difference = contract("bqhd,bkhd->hqk", scaled, seen) - contract("bqhd,bkd->hqk", corrections, columns)
-    lowest = (
-        math.exp(-FLOOR) * _SCALE * (1 + 8 * float(jnp.finfo(e.dtype).eps))
-    )  # e at the floor, however it is rounded
-    d_table = jnp.where(e > lowest, e.astype(jnp.float32) * difference, 0)
+    d_table = jnp.where(e > lowest(e.dtype), e.astype(jnp.float32) * difference, 0)
     return d_table, masked(d_values, key_mask).astype(values.dtype), None, None
 
 
 shared_softmax.defvjp(_forward, _backward)
 
 
-def _exponentials(table, highest, common, dtype):
-    """e [h, q, k] = 2^40 exp(R' - rowmax), 0 where no sequence may attend."""
+def row_max(table: Float[Array, "h q k"], common: Bool[Array, "_h q k"] | None) -> Float[Array, "h q 1"]:
+    """The largest entry that some sequence may attend to, of each row."""
+    return jnp.max(table if common is None else jnp.where(common, table, MASKED), axis=-1, keepdims=True)
+
+
+def exponentials(
+    table: Float[Array, "h q k"],
+    highest: Float[Array, "h q 1"],
+    common: Bool[Array, "_h q k"] | None,
+    dtype: jax.typing.DTypeLike,
+) -> Float[Array, "h q k"]:
+    """2^40 exp(R' - highest), 0 where no sequence may attend."""
     half = jnp.exp(jnp.maximum(table - highest, -FLOOR) / 2)
     e = (half * _SCALE) * half  # in this order no factor is below float32's normal range
     return (e if common is None else jnp.where(common, e, 0)).astype(dtype)
+
+
+def lowest(dtype: jax.typing.DTypeLike) -> float:
+    """The exponential of an entry at the floor, however it is rounded."""
+    return math.exp(-FLOOR) * _SCALE * (1 + 8 * float(jnp.finfo(dtype).eps))
+
+
+def inverse_of(denominator: Float[Array, "*_shape"]) -> Float[Array, "*_shape"]:
+    """1 / x; 0 at 0, a row without keys."""
+    return jnp.where(denominator > 0, 1 / jnp.where(denominator > 0, denominator, 1), 0)
 
 
 def _is_long(values):
@@ -108,7 +125,7 @@ def _with_columns(values, columns):
     return jnp.concatenate([values, columns], axis=-1)
 
 
-def _inner(first, second):
+def inner(first: Float[Array, "b q h d"], second: Float[Array, "b q h d"]) -> Float[Array, "b q h"]:
     """<first, second> of each token and head in float32, [b, q, h]."""
     return jnp.sum(first.astype(jnp.float32) * second.astype(jnp.float32), axis=-1)
 

@@ -2,6 +2,7 @@
 
 # What they have in common.
 from synthesizer_jax.scores.base import Dims as Dims
+from synthesizer_jax.scores.base import Lookup as Lookup
 from synthesizer_jax.scores.base import Scores as Scores
 from synthesizer_jax.scores.base import Spec as Spec
 

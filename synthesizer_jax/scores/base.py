@@ -46,18 +46,42 @@ class Dims:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Lookup:
+    """Entries of a table [h, n, n] in float32 at positions of each sequence's own, as in packed rows."""
+
+    table: Float[Array, "h n n"]
+    q_positions: Int[Array, "_b q"]
+    k_positions: Int[Array, "_c k"]
+
+    def entries(self) -> Float[Array, "_b h q k"]:
+        """table[:, q_position, k_position], [b, h, q, k]; NaN where the table has no such position."""
+        return jnp.moveaxis(entries(self.table, self.q_positions, self.k_positions), 0, 1)
+
+
+def entries(
+    table: Float[Array, "h n n"], q_positions: Int[Array, "*_b q"], k_positions: Int[Array, "*_c k"]
+) -> Float[Array, "h *_d q k"]:
+    """table[:, q_position, k_position]; NaN where the table has no such position."""
+    rows = from_zero(q_positions, table.shape[1])[..., :, None]
+    columns = from_zero(k_positions, table.shape[2])[..., None, :]
+    return table.at[:, rows, columns].get(mode="fill", fill_value=jnp.nan)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Scores:
     """Attention scores in factored form; an axis of size 1 is shared by the batch, the heads or the queries.
 
     query [b|1, q, h, r] and key [b|1, k, h, r], both or neither; bias [b|1, h|1, q|1, k] in float32. factor
     [b|1, h, q, k] in float32 is a kernel that has no logarithm everywhere: the weights are factor * exp(<query, key> +
-    bias), divided by their sum over the keys.
+    bias), divided by their sum over the keys. lookup stands for a bias of each sequence's own and may be cheaper than it.
     """
 
     query: Float[Array, "_b q h r"] | None = None
     key: Float[Array, "_c k h r"] | None = None
     bias: Float[Array, "_b _h _q k"] | None = None
     factor: Float[Array, "_b h q k"] | None = None
+    lookup: Lookup | None = None
 
     def logits(self) -> Float[Array, "_b h q k"]:
         """The scores before masks and softmax, [b|1, h, q|1, k] in float32; NaN where a factor is negative."""
@@ -68,18 +92,33 @@ class Scores:
 
     def exponent(self) -> Float[Array, "_b h q k"] | None:
         """<query, key> + bias, [b|1, h, q|1, k] in float32; None where there is a factor alone."""
+        bias = self.looked_up().bias
         if self.query is None:
-            return self.bias
+            return bias
         low_rank = _products(self.query, self.key)
-        return low_rank if self.bias is None else low_rank + self.bias
+        return low_rank if bias is None else low_rank + bias
+
+    def looked_up(self) -> "Scores":
+        """The same scores, with a bias in place of a lookup."""
+        if self.lookup is None:
+            return self
+        looked_up = self.lookup.entries()
+        bias = looked_up if self.bias is None else self.bias + looked_up
+        return Scores(self.query, self.key, bias, self.factor)
 
     @property
     def shared_by_batch(self) -> bool:
         """True when the scores are a bias that all sequences of the batch share."""
-        return self.query is None and self.factor is None and self.bias.shape[0] == 1
+        return self.query is None and self.factor is None and self.lookup is None and self.bias.shape[0] == 1
+
+    @property
+    def only_looked_up(self) -> bool:
+        """True when the scores are entries of a table and nothing else."""
+        return self.lookup is not None and self.query is None and self.bias is None and self.factor is None
 
     def __add__(self, other: "Scores") -> "Scores":
         """The sum of both: low-rank parts side by side along r, biases added, factors multiplied."""
+        self, other = self.looked_up(), other.looked_up()
         biases = [s.bias for s in (self, other) if s.bias is not None]
         factors = [s.factor for s in (self, other) if s.factor is not None]
         query, key = _concatenate([s for s in (self, other) if s.query is not None])
@@ -92,7 +131,10 @@ class Scores:
         factor = self.factor
         if factor is not None:
             factor = jnp.exp(alpha[:, None, None] * jnp.log(jnp.maximum(factor, _SMALLEST_FACTOR)))
-        return Scores(query, self.key, bias, factor)
+        lookup = self.lookup
+        if lookup is not None:
+            lookup = dataclasses.replace(lookup, table=lookup.table * alpha.astype(lookup.table.dtype)[:, None, None])
+        return Scores(query, self.key, bias, factor, lookup)
 
 
 def _product(factors):

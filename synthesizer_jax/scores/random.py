@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from synthesizer_jax.axes import HEADS, RANK, SYNTH_KEY, SYNTH_QUERY, Param, normal
 from synthesizer_jax.scores.base import (
     Dims,
+    Lookup,
     Scores,
     Synthetic,
     check_flag,
     check_positive,
     check_std,
-    from_zero,
     take_positions,
 )
 
@@ -50,18 +50,14 @@ class Random(Synthetic):
         self.check_lengths(x_q.shape[1], k_length, q_positions, k_positions)
         table = params["R"].astype(jnp.float32)
         table = table if self.trained else jax.lax.stop_gradient(table)
-        return Scores(bias=_entries(table, x_q.shape[1], k_length, q_positions, k_positions))
+        if _of_the_batch(q_positions) and _of_the_batch(k_positions):
+            rows = take_positions(table, q_positions, x_q.shape[1], axis=1)
+            return Scores(bias=take_positions(rows, k_positions, k_length, axis=2)[None])
+        return Scores(lookup=Lookup(table, *map(_per_sequence, (q_positions, k_positions), (x_q.shape[1], k_length))))
 
 
-def _entries(table, q_length, k_length, q_positions, k_positions):
-    """table [h, n, n] at the positions, [b|1, h, q, k]."""
-    if (q_positions is None or q_positions.ndim == 1) and (k_positions is None or k_positions.ndim == 1):
-        rows = take_positions(table, q_positions, q_length, axis=1)
-        return take_positions(rows, k_positions, k_length, axis=2)[None]
-    n = table.shape[1]
-    rows = from_zero(_per_sequence(q_positions, q_length), n)[:, :, None]
-    columns = from_zero(_per_sequence(k_positions, k_length), n)[:, None, :]
-    return jnp.moveaxis(table.at[:, rows, columns].get(mode="fill", fill_value=jnp.nan), 0, 1)
+def _of_the_batch(positions):
+    return positions is None or positions.ndim == 1
 
 
 def _per_sequence(positions, length):
