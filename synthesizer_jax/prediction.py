@@ -107,7 +107,7 @@ class Predictor:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _decode(config, max_length, eos_id, vocab_size, trained, fixed, inputs):
-    model = bind(config, trained, fixed)
+    model = bind(config, trained, fixed).unstacked()
     cache = model.init_cache(inputs, max_length)
     options = {"batch": inputs.shape[0], "max_length": max_length, "eos_id": eos_id, "vocab_size": vocab_size}
     return _on_every_host(greedy(model.decode_step, cache, **options))
@@ -115,7 +115,7 @@ def _decode(config, max_length, eos_id, vocab_size, trained, fixed, inputs):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _continue(config, eos_id, vocab_size, trained, fixed, prompt):
-    model = bind(config, trained, fixed)
+    model = bind(config, trained, fixed).unstacked()
     batch, max_length = prompt.shape
     options = {"batch": batch, "max_length": max_length, "eos_id": eos_id, "vocab_size": vocab_size}
     cache = {"model": model.init_cache(batch, max_length), "position": jnp.zeros((), jnp.int32)}

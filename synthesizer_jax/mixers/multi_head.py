@@ -19,7 +19,7 @@ from synthesizer_jax.mixers.mixer import (
     is_own,
     within_cache,
 )
-from synthesizer_jax.ops.attend import Path, attend, attention_weights
+from synthesizer_jax.ops.attend import Path, attend, attention_weights, mask_as_bias
 from synthesizer_jax.scores.base import Dims, Parameters, Spec, check_positive, project
 
 
@@ -89,23 +89,24 @@ class MultiHead(Mixer):
     def init_cache(self, params, features, batch, length, dtype):
         check_cache_length(self, length)
         x = jax.ShapeDtypeStruct((batch, length, features), dtype)
-        like = jax.eval_shape(lambda params, x: self._keys_and_values(params, x, None), params, x)
+        like = jax.eval_shape(lambda params, x: self._cached(params, x, None), params, x)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like) | {"index": jnp.zeros((), jnp.int32)}
 
     def step(self, params, x, cache, around=Surroundings()):
         index = cache["index"]
-        check_step(x, cache["value"], cache["value"].shape[1])
+        check_step(x, cache["value"], cache["value"].shape[2])
         positions = index + jnp.arange(x.shape[1])
         cached = jax.tree.map(
-            lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, index, axis=1),
+            lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, index, axis=2),
             {name: cache[name] for name in ("keys", "value")},
-            self._keys_and_values(params, x, positions),
+            self._cached(params, x, positions),
         )
-        k_length = cached["value"].shape[1]
-        scores = self.scores.score(params["scores"], x, cached["keys"], k_length, positions)
+        k_length = cached["value"].shape[2]
+        keys, values = _transposed(cached["keys"]), _transposed(cached["value"])
+        scores = self.scores.score(params["scores"], x, keys, k_length, positions)
         heads = attend(
             scores,
-            cached["value"],
+            values,
             key_mask=around.key_mask,
             causal=True,
             q_offset=index,
@@ -117,10 +118,17 @@ class MultiHead(Mixer):
         y = within_cache(_merge_heads(params, heads), index, k_length)
         return y, cached | {"index": index + x.shape[1]}
 
-    def cross_cache(self, params: Parameters, x_kv: Float[Array, "b k e"]) -> Cache:
-        """What attention to x_kv [b, k, e] needs of it at each step of `cross_step`."""
+    def cross_cache(
+        self, params: Parameters, x_kv: Float[Array, "b k e"], key_mask: Bool[Array, "b k"] | None = None
+    ) -> Cache:
+        """What attention to x_kv [b, k, e], where key_mask allows it, needs of it at each step of `cross_step`."""
         self._check_cross()
-        return self._keys_and_values(params, x_kv, None)
+        if key_mask is None:
+            return self._cached(params, x_kv, None)
+        # Zeroed once: with it given to each step, each would select among the values again. A row without keys has values 0.
+        cached = self._cached(params, jnp.where(key_mask[:, :, None], x_kv, 0), None)
+        value = jnp.where(key_mask[:, None, :, None], cached["value"], 0)
+        return cached | {"value": value, "bias": mask_as_bias(key_mask[:, None, None, :])}
 
     def cross_step(
         self,
@@ -130,8 +138,10 @@ class MultiHead(Mixer):
         key_mask: Bool[Array, "b k"] | None = None,
     ) -> Float[Array, "b s e"]:
         """Attention of x [b, s, e] to the sequence of `cross_cache`."""
-        scores = self.scores.score(params["scores"], x, cache["keys"], cache["value"].shape[1])
-        return _merge_heads(params, attend(scores, cache["value"], key_mask=key_mask, path=self.path))
+        keys, values = _transposed(cache["keys"]), _transposed(cache["value"])
+        scores = self.scores.score(params["scores"], x, keys, values.shape[1])
+        heads = attend(scores, values, key_mask=key_mask, bias=cache.get("bias"), path=self.path)
+        return _merge_heads(params, heads)
 
     def cross_attention_error(self):
         if self.keys is not None:
@@ -151,9 +161,10 @@ class MultiHead(Mixer):
         if self.cross_attention_error():
             raise ValueError(f"x_kv: {self.cross_attention_error()}")
 
-    def _keys_and_values(self, params, x, positions):
+    def _cached(self, params, x, positions):
+        """What a cache holds of tokens [b, k, e]: [b, h, k, r] and [b, h, k, d], as products over the keys read them."""
         features = self.scores.key_features(params["scores"], x, positions)
-        return {"keys": features, "value": self._values(params, x, positions)}
+        return _transposed({"keys": features, "value": self._values(params, x, positions)})
 
     def _values(self, params, x, positions):
         return project(self.scores.value_inputs(params["scores"], x, positions), params["value"])
@@ -216,6 +227,11 @@ class _Seen:
             "mask": self.around.mask,
             "bias": self.around.bias,
         }
+
+
+def _transposed(arrays):
+    """[b, k, h, d] from [b, h, k, d] and back, of each array."""
+    return jax.tree.map(lambda array: jnp.swapaxes(array, 1, 2), arrays)
 
 
 def _merge_heads(params, heads):

@@ -3,6 +3,8 @@
 Tay et al. 2021 (Synthesizer section 4.1) train one on LM1B.
 """
 
+from typing import Self
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -70,10 +72,15 @@ class DecoderOnly(nnx.Module):
         """What decoding up to max_length tokens, those of a prompt included, with `decode_step` needs."""
         check_positions_reach(self.position_embedding, max_length)
         dtype = self.config.compute_dtype
-        _, layers = self.decoder.over_layers(
-            lambda layer, carry, _: (carry, layer.init_cache(batch, max_length, dtype)), None, None
-        )
+        layers = tuple(layer.init_cache(batch, max_length, dtype) for layer in self.decoder.each_layer())
         return {"layers": layers, "index": jnp.zeros((), jnp.int32)}
+
+    def unstacked(self) -> Self:
+        """This model for decoding, its decoder's layers taken apart once (see `Stack.unstacked`); to be called under jit."""
+        graph, state = nnx.split(self)
+        model = nnx.merge(graph, state)
+        model.decoder = self.decoder.unstacked()
+        return model
 
     def decode_step(self, tokens: Int[Array, "b s"], cache: dict) -> tuple[Float[Array, "b s v"], dict]:
         """Logits [b, s, v] after the next s tokens [b, s] (the very first is 0), and the cache with them."""

@@ -6,6 +6,7 @@ Transformer in pre-norm RMSNorm, no biases, a relative position bias per stack i
 """
 
 import dataclasses
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -129,18 +130,22 @@ class EncoderDecoder(nnx.Module):
     def init_cache(self, encoder_input_tokens: Int[Array, "b k"], max_length: int) -> dict:
         """What decoding up to max_length tokens with `decode_step` needs; runs the encoder."""
         check_positions_reach(self.position_embedding, max_length)
-        encoded = self.encode(encoder_input_tokens)
-        _, layers = self.decoder.over_layers(
-            lambda layer, carry, _: (carry, layer.init_cache(encoded, max_length)), None, None
-        )
-        return {"layers": layers, "encoder_mask": encoder_input_tokens > 0, "index": jnp.zeros((), jnp.int32)}
+        encoded, mask = self.encode(encoder_input_tokens), encoder_input_tokens > 0
+        layers = tuple(layer.init_cache(encoded, mask, max_length) for layer in self.decoder.each_layer())
+        return {"layers": layers, "index": jnp.zeros((), jnp.int32)}
+
+    def unstacked(self) -> Self:
+        """This model for decoding, its decoder's layers taken apart once (see `Stack.unstacked`); to be called under jit."""
+        graph, state = nnx.split(self)
+        model = nnx.merge(graph, state)
+        model.decoder = self.decoder.unstacked()
+        return model
 
     def decode_step(self, tokens: Int[Array, "b s"], cache: dict) -> tuple[Float[Array, "b s v"], dict]:
         """Logits [b, s, v] after the next s tokens [b, s] (the very first is 0), and the cache with them."""
         index = cache["index"]
-        context = Context(encoder_mask=cache["encoder_mask"])
         x, layers = self.decoder.step(
-            self._embed(tokens, next_positions(index, tokens)), cache["layers"], index, context
+            self._embed(tokens, next_positions(index, tokens)), cache["layers"], index, Context()
         )
         return self._logits(x), cache | {"layers": layers, "index": index + tokens.shape[1]}
 

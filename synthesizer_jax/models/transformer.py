@@ -1,7 +1,7 @@
 """T5's layers and stacks, top to bottom: a layer without and one with cross-attention, a stack of either, and its head."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,6 +19,8 @@ from synthesizer_jax.nn.attention import Attention, as_mixer
 from synthesizer_jax.nn.layers import MLP, Embedding, RMSNorm, dropout, values, variable, variables
 from synthesizer_jax.scores import Dims, DotProduct, RelativePositionBias, Spec
 from synthesizer_jax.scores.base import Parameters, take_positions
+
+Caches = tuple[dict[str, Cache], ...]  # of each layer
 
 _ATTENDED = "attended"  # what comes out of attention
 _REMAT = {
@@ -128,11 +130,11 @@ class DecoderLayer(nnx.Module):
             self.cross_attention_norm(x), context.encoded, **context.of_cross_attention()
         )
 
-    def init_cache(self, encoded: Float[Array, "b k e"], length: int) -> dict[str, Cache]:
+    def init_cache(self, encoded: Float[Array, "b k e"], mask: Bool[Array, "b k"], length: int) -> dict[str, Cache]:
         """An empty cache for `length` tokens; cross-attention's keys and values are computed once, here."""
         return {
             "self": self.attention.init_cache(encoded.shape[0], length, encoded.dtype),
-            "cross": self.cross_attention.cross_cache(encoded),
+            "cross": computed_once(self.cross_attention.cross_cache(encoded, key_mask=mask)),
         }
 
     def step(self, x: Float[Array, "b s e"], cache: dict[str, Cache], context: Context):
@@ -141,9 +143,7 @@ class DecoderLayer(nnx.Module):
             self.attention_norm(x), cache["self"], bias=context.bias, shared=context.shared
         )
         x = x + attended
-        x = x + self.cross_attention.cross_step(
-            self.cross_attention_norm(x), cache["cross"], key_mask=context.encoder_mask
-        )
+        x = x + self.cross_attention.cross_step(self.cross_attention_norm(x), cache["cross"])
         return x + self.mlp(self.mlp_norm(x)), {"self": own, "cross": cache["cross"]}
 
 
@@ -216,21 +216,46 @@ class Stack(nnx.Module):
             causal=self.causal,
         )
 
-    def step(self, x: Float[Array, "b s e"], layers: Any, index: Int[Array, ""], context: Context):
+    def step(self, x: Float[Array, "b s e"], caches: Caches, index: Int[Array, ""], context: Context):
         """The next s tokens from slot `index` on: (outputs after the final norm [b, s, e], the layers' caches)."""
-        positions = next_positions(index, x)
-        context = dataclasses.replace(
-            context, bias=self._cached_bias(x.shape[1], layers, positions), shared=self.shared_values()
-        )
-        x, layers = self.over_layers(lambda layer, x, cache: layer.step(x, cache, context), x, layers)
-        return self.final_norm(x), layers
+        bias = self._cached_bias(x.shape[1], caches, next_positions(index, x))
+        context = dataclasses.replace(context, bias=bias, shared=self.shared_values())
+        stepped = []
+        for layer, cache in zip(self.each_layer(), caches, strict=True):
+            x, cache = layer.step(x, cache, context)
+            stepped.append(cache)
+        return self.final_norm(x), tuple(stepped)
 
     def _cached_bias(self, s_length, caches, positions):
         """The bias [1, h, s, k] of the next tokens for all that the layers' caches have room for."""
         if self.relative_spec is None:
             return None
-        one = caches[0] if isinstance(caches, tuple) else jax.tree.map(lambda leaf: leaf[0], caches)
-        return self.bias(s_length, one["self"]["value"].shape[1], positions)
+        return self.bias(s_length, caches[0]["self"]["value"].shape[2], positions)
+
+    def each_layer(self) -> Iterator[nnx.Module]:
+        """The layers one by one, for decoding: a loop over stacked ones would copy every cache out and back each step."""
+        for graph, state in self._taken_apart():
+            yield nnx.merge(graph, _all_in_use(state))
+
+    def unstacked(self) -> "Stack":
+        """The same stack with layers of their own, made once before a loop over steps.
+
+        A step that slices them itself copies them each time, on CPUs a third of its cost.
+        """
+        if not self.config.scan_layers:
+            return self
+        graph, state = nnx.split(self)
+        stack = nnx.merge(graph, state)
+        stack.config = dataclasses.replace(self.config, scan_layers=False)
+        stack.layers = nnx.List([nnx.merge(graph, computed_once(state)) for graph, state in self._taken_apart()])
+        return stack
+
+    def _taken_apart(self):
+        """(graph, state) of each layer."""
+        if not self.config.scan_layers:
+            return [nnx.split(layer) for layer in self.layers]
+        graph, state = nnx.split(self.layers)
+        return [(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state)) for i in range(self.depth)]
 
     def __call__(self, x: Float[Array, "b q e"], context: Context, key: Array | None) -> Float[Array, "b q e"]:
         rate = self.config.dropout_rate
@@ -273,6 +298,11 @@ class Stack(nnx.Module):
         if self.config.remat == "none":
             return step
         return jax.checkpoint(step, policy=_REMAT[self.config.remat], prevent_cse=not self.config.scan_layers)
+
+
+def computed_once(tree: Any) -> Any:
+    """Arrays that a loop over steps reads and that are made before it: XLA's CPU backend would make them again each step."""
+    return jax.lax.platform_dependent(tree, cpu=jax.lax.optimization_barrier, default=lambda tree: tree)
 
 
 def in_use(variable: nnx.Variable) -> nnx.Variable:

@@ -142,9 +142,12 @@ class Attention(nnx.Module):
             self._params(), x, cache, Surroundings(key_mask=key_mask, bias=bias, shared=shared or {})
         )
 
-    def cross_cache(self, x_kv: Float[Array, "b k e"]) -> Cache:
-        """What attention to x_kv [b, k, e] needs of it at each step of `cross_step`. Attention over scores only."""
-        return self._attention().cross_cache(self._params(), x_kv)
+    def cross_cache(self, x_kv: Float[Array, "b k e"], *, key_mask: Bool[Array, "b k"] | None = None) -> Cache:
+        """What attention to x_kv [b, k, e] needs of it at each step of `cross_step`. Attention over scores only.
+
+        A key_mask that is given here need not be given to the steps.
+        """
+        return self._attention().cross_cache(self._params(), x_kv, key_mask)
 
     def cross_step(
         self, x: Float[Array, "b s e"], cache: Cache, *, key_mask: Bool[Array, "b k"] | None = None

@@ -97,7 +97,7 @@ def attend(
             f"own, got {_describe(scores)}, {'no ' if q_segments is None else ''}segments, "
             f"mask of shape {None if mask is None else mask.shape}; use path='auto'"
         )
-    if shared and path in ("auto", "shared"):
+    if shared and (path == "shared" or path == "auto" and masks.q_length(scores) > 1):
         common = masks.common(scores, values.shape[1])
         values = values if mask is None and allowed is None else _seen(values, common)
         table = jnp.broadcast_to(scores.bias[0], (values.shape[2], masks.q_length(scores), values.shape[1]))
@@ -109,7 +109,9 @@ def attend(
     values = masked(masked(values, key_mask), None if k_segments is None else k_segments > 0)
     values = values if mask is None and allowed is None else _seen(values, may_attend)
     weights = weights.astype(values.dtype)
-    if weights.shape[0] == 1:
+    if weights.shape[2] == 1:  # a step of decoding: in the order of its cache, with which the batch shares nothing
+        weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))
+    if weights.shape[0] == 1 < values.shape[0]:
         out = contract("hqk,bkhd->bqhd", weights[0], values)
     else:
         out = contract("bhqk,bkhd->bqhd", weights, values)
@@ -252,6 +254,11 @@ def _row_max(logits, allowed):
     return jax.lax.stop_gradient(
         jnp.max(logits if allowed is None else jnp.where(allowed, logits, _MASKED), axis=-1, keepdims=True)
     )
+
+
+def mask_as_bias(mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """0 where True, where False what leaves a key no weight beside one that is allowed."""
+    return jnp.where(mask, 0, _MASKED / 2)  # the half: added to a score it stays finite
 
 
 def drop_keys(values: Float[Array, "b k h d"], dropout: Dropout) -> Float[Array, "b k h d"]:

@@ -305,6 +305,10 @@ def take_positions(table: Array, positions: Array | None, length: int, axis: int
     """Entries of `table` at positions along `axis`; a slice for None. Out of range gives NaN, where JAX would clamp."""
     if positions is None:
         return jax.lax.slice_in_dim(table, 0, length, axis=axis)
+    if positions.shape == (1,):  # a step of decoding: one slice, where a gather would want the whole table beside it
+        size = table.shape[axis]
+        entry = jax.lax.dynamic_slice_in_dim(table, positions[0], 1, axis=axis)
+        return jnp.where((positions[0] >= 0) & (positions[0] < size), entry, jnp.nan)
     return jnp.take(table, from_zero(positions, table.shape[axis]), axis=axis, mode="fill", fill_value=jnp.nan)
 
 

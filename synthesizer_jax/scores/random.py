@@ -48,12 +48,12 @@ class Random(Synthetic):
 
     def score(self, params, x_q, keys, k_length, q_positions=None, k_positions=None):
         self.check_lengths(x_q.shape[1], k_length, q_positions, k_positions)
-        table = params["R"].astype(jnp.float32)
-        table = table if self.trained else jax.lax.stop_gradient(table)
+        table = params["R"] if self.trained else jax.lax.stop_gradient(params["R"])
         if _of_the_batch(q_positions) and _of_the_batch(k_positions):
             rows = take_positions(table, q_positions, x_q.shape[1], axis=1)
-            return Scores(bias=take_positions(rows, k_positions, k_length, axis=2)[None])
-        return Scores(lookup=Lookup(table, *map(_per_sequence, (q_positions, k_positions), (x_q.shape[1], k_length))))
+            return Scores(bias=take_positions(rows, k_positions, k_length, axis=2).astype(jnp.float32)[None])
+        positions = map(_per_sequence, (q_positions, k_positions), (x_q.shape[1], k_length))
+        return Scores(lookup=Lookup(table.astype(jnp.float32), *positions))
 
 
 def _of_the_batch(positions):
@@ -102,5 +102,5 @@ class FactorizedRandom(Synthetic):
 
 def _factor_rows(table, positions, length):
     """table [h, n, r] at the positions, [b|1, q, h, r] in float32."""
-    rows = take_positions(table.astype(jnp.float32), positions, length, axis=1)
+    rows = take_positions(table, positions, length, axis=1).astype(jnp.float32)
     return jnp.moveaxis(rows, 0, -2) if rows.ndim == 4 else jnp.moveaxis(rows, 0, 1)[None]
