@@ -107,35 +107,18 @@ class Predictor:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _decode(config, max_length, eos_id, vocab_size, trained, fixed, inputs):
-    model = bind(config, trained, fixed).unstacked()
-    cache = model.init_cache(inputs, max_length)
+    model = bind(config, trained, fixed).for_decoding()
     options = {"batch": inputs.shape[0], "max_length": max_length, "eos_id": eos_id, "vocab_size": vocab_size}
-    return _on_every_host(greedy(model.decode_step, cache, **options))
+    return _on_every_host(greedy(model.decode_step, model.init_cache(inputs, 1), grow=model.grow_cache, **options))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _continue(config, eos_id, vocab_size, trained, fixed, prompt):
-    model = bind(config, trained, fixed).unstacked()
+    model = bind(config, trained, fixed).for_decoding()
     batch, max_length = prompt.shape
     options = {"batch": batch, "max_length": max_length, "eos_id": eos_id, "vocab_size": vocab_size}
-    cache = {"model": model.init_cache(batch, max_length), "position": jnp.zeros((), jnp.int32)}
-    return _on_every_host(greedy(prompted(model.decode_step, prompt), cache, **options))
-
-
-def prompted(step, prompt: jax.Array):
-    """A step (see decoding.py) that says each row's prompt [b, n], padded with 0, before what the model says.
-
-    Its cache is {"model": the model's, "position": 0}. Rows differ in length, so that a prompt is read token by token.
-    """
-
-    def next_step(tokens, cache):
-        logits, model_cache = step(tokens, cache["model"])
-        given = jax.lax.dynamic_slice_in_dim(prompt, cache["position"], 1, axis=1)  # [b, 1]
-        forced = jnp.where(jax.nn.one_hot(given, logits.shape[-1], dtype=bool), 0, -jnp.inf)
-        logits = jnp.where(given[..., None] > 0, forced, logits)
-        return logits, {"model": model_cache, "position": cache["position"] + 1}
-
-    return next_step
+    cheaper = {"grow": model.grow_cache, "read": model.prefill}
+    return _on_every_host(greedy(model.decode_step, model.init_cache(batch, 1), prompt=prompt, **cheaper, **options))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -14,7 +14,6 @@ import synthesizer_jax as sj
 from synthesizer_jax.axes import EMBED, Param, ones
 from synthesizer_jax.decoding import greedy
 from synthesizer_jax.models import parameters
-from synthesizer_jax.prediction import prompted
 
 QUICK = functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
 TOLERANCE = 1e-5  # of logits up to 3, through 2 layers, summed in another order
@@ -220,10 +219,12 @@ def test_greedy_decoding_goes_on_from_prompts_of_any_length(name):
     @QUICK
     def decode(trained, fixed):
         model = parameters.bind(config, trained, fixed)
-        cache = {"model": model.init_cache(3, 8), "position": jnp.zeros((), jnp.int32)}
-        step = prompted(model.decode_step, jnp.asarray(prompt))
+        cheaper = {"prompt": jnp.asarray(prompt), "grow": model.grow_cache, "read": model.prefill}
         plain = greedy(model.decode_step, model.init_cache(3, 8), batch=3, max_length=8, eos_id=eos, vocab_size=15)
-        return greedy(step, cache, batch=3, max_length=8, eos_id=eos, vocab_size=15), plain
+        said = greedy(
+            model.decode_step, model.init_cache(3, 1), batch=3, max_length=8, eos_id=eos, vocab_size=15, **cheaper
+        )
+        return said, plain
 
     forward = QUICK(lambda tokens: parameters.bind(config, trained, fixed)(tokens))
     said = np.zeros((3, 9), np.int32)

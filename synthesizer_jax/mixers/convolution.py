@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.axes import EMBED, HEADS, Param, fan_in, normal, zeros
-from synthesizer_jax.mixers.mixer import Mixer, Surroundings, check_plain, check_step, checked
+from synthesizer_jax.mixers.mixer import Mixer, Surroundings, check_plain, check_step, checked, next_index
 from synthesizer_jax.ops.convolution import band, convolve, convolve_normalised, drop_taps, exclude, inside
 from synthesizer_jax.scores.base import Dims, check_positive
 
@@ -132,7 +132,11 @@ class Convolution(Mixer):
         within = inside(u.shape[1], self._width(), True, before=index - before) if self.renormalize else None
         logits = self._renormalized(self._logits(params, new, before), within)
         y = self._convolve(u, logits, True, within, None)[:, before:]
-        return self._outputs(params, y), {"inputs": u[:, steps:], "index": index + steps}
+        kept = steps if around.kept is None else around.kept
+        return self._outputs(params, y), {
+            "inputs": jax.lax.dynamic_slice_in_dim(u, kept, before, axis=1),
+            "index": next_index(index, x, around),
+        }
 
     def cross_attention_error(self):
         return f"{type(self).__name__} mixes neighbours within one sequence: use DotProduct() for cross-attention"

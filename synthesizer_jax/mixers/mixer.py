@@ -28,7 +28,8 @@ class Surroundings:
     padding; a token sees its own segment alone. Positions count from 0 within a segment; None means 0, 1, 2, ... mask:
     any other rule for pairs of tokens, True = may attend. bias is added to the scores. memory: vectors of earlier tokens,
     seen by all tokens and written by none (key_mask then covers them first). shared: the parameters that the layers of a
-    stack share (`Mixer.stack_params`).
+    stack share (`Mixer.stack_params`). kept: of the tokens of a step, how many the cache is to hold, the first ones; None:
+    all.
     """
 
     key_mask: Bool[Array, "b k"] | None = None
@@ -41,6 +42,7 @@ class Surroundings:
     memory: Float[Array, "b m e"] | None = None
     dropout: Dropout | None = None
     shared: Parameters = dataclasses.field(default_factory=dict)
+    kept: Int[Array, ""] | None = None
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
@@ -98,9 +100,16 @@ class Mixer(abc.ABC):
     ) -> tuple[Float[Array, "b s e"], Cache]:
         """The next s tokens of a causal sequence, and the cache with them.
 
-        Of `around` only key_mask, mask and bias, over the cache's length, and shared are read. Steps past a cache that
-        holds every token give NaN.
+        Of `around` only key_mask, mask and bias, over the cache's length, shared and kept are read. Steps past a cache
+        that holds every token give NaN.
         """
+
+    def grow_cache(self, params: Parameters, features: int, cache: Cache, length: int) -> Cache:
+        """The cache with room for `length` tokens: zeros behind what it holds."""
+        held = next(leaf for leaf in jax.tree.leaves(cache) if leaf.ndim)
+        batch, dtype = held.shape[0], held.dtype
+        longer = jax.eval_shape(lambda params: self.init_cache(params, features, batch, length, dtype), params)
+        return jax.tree.map(_padded, cache, longer)
 
     def cross_attention_error(self) -> str | None:
         """Why it can't mix in tokens of another sequence."""
@@ -186,6 +195,16 @@ def check_step(x: Array, held: Array, length: int | None = None) -> None:
         )
     if length is not None and x.shape[1] > length:
         raise ValueError(f"x: {x.shape[1]} tokens don't fit a cache for {length}; give init_cache a larger length")
+
+
+def _padded(array: Array, like: jax.ShapeDtypeStruct) -> Array:
+    missing = [(0, long - short, 0) for short, long in zip(array.shape, like.shape, strict=True)]
+    return jax.lax.pad(array, jnp.zeros((), array.dtype), missing)
+
+
+def next_index(index: Array, x: Array, around: Surroundings) -> Array:
+    """The number of tokens in a cache after a step of the tokens x [b, s, e]."""
+    return index + (x.shape[1] if around.kept is None else around.kept)
 
 
 def within_cache(y: Array, index: Array, length: int) -> Array:

@@ -17,9 +17,10 @@ from synthesizer_jax.mixers.mixer import (
     check_step,
     checked,
     is_own,
+    next_index,
     within_cache,
 )
-from synthesizer_jax.ops.attend import Path, attend, attention_weights, mask_as_bias
+from synthesizer_jax.ops.attend import Path, attend, attention_weights
 from synthesizer_jax.scores.base import Dims, Parameters, Spec, check_positive, project
 
 
@@ -116,19 +117,17 @@ class MultiHead(Mixer):
             path=self.path,
         )
         y = within_cache(_merge_heads(params, heads), index, k_length)
-        return y, cached | {"index": index + x.shape[1]}
+        return y, cached | {"index": next_index(index, x, around)}
 
     def cross_cache(
         self, params: Parameters, x_kv: Float[Array, "b k e"], key_mask: Bool[Array, "b k"] | None = None
     ) -> Cache:
-        """What attention to x_kv [b, k, e], where key_mask allows it, needs of it at each step of `cross_step`."""
+        """What attention to x_kv [b, k, e] needs of it at each step of `cross_step`; 0 where key_mask is False."""
         self._check_cross()
+        cached = self._cached(params, x_kv, None)
         if key_mask is None:
-            return self._cached(params, x_kv, None)
-        # Zeroed once: with it given to each step, each would select among the values again. A row without keys has values 0.
-        cached = self._cached(params, jnp.where(key_mask[:, :, None], x_kv, 0), None)
-        value = jnp.where(key_mask[:, None, :, None], cached["value"], 0)
-        return cached | {"value": value, "bias": mask_as_bias(key_mask[:, None, None, :])}
+            return cached
+        return jax.tree.map(lambda array: jnp.where(key_mask[:, None, :, None], array, 0), cached)
 
     def cross_step(
         self,
@@ -136,11 +135,16 @@ class MultiHead(Mixer):
         x: Float[Array, "b s e"],
         cache: Cache,
         key_mask: Bool[Array, "b k"] | None = None,
+        bias: Float[Array, "_b _h _s k"] | None = None,
     ) -> Float[Array, "b s e"]:
-        """Attention of x [b, s, e] to the sequence of `cross_cache`."""
+        """Attention of x [b, s, e] to the sequence of `cross_cache`.
+
+        Where that had the key_mask, `mask_as_bias` of it as bias says the same to each step, which need not look for
+        padding among the values again.
+        """
         keys, values = _transposed(cache["keys"]), _transposed(cache["value"])
         scores = self.scores.score(params["scores"], x, keys, values.shape[1])
-        heads = attend(scores, values, key_mask=key_mask, bias=cache.get("bias"), path=self.path)
+        heads = attend(scores, values, key_mask=key_mask, bias=bias, path=self.path)
         return _merge_heads(params, heads)
 
     def cross_attention_error(self):

@@ -15,6 +15,7 @@ from synthesizer_jax.mixers.mixer import (
     check_positions,
     check_step,
     checked,
+    next_index,
     within_cache,
 )
 from synthesizer_jax.ops.attend import drop_keys
@@ -120,7 +121,7 @@ class TokenMixing(Mixer):
             size = cache["hidden"].shape[1]
             mixed = self._second(params["W2"][:size, rows], cache["hidden"], jnp.arange(size), rows)
         y = within_cache(self._plus_bias(params, mixed, rows).astype(x.dtype), index, length)
-        return y, cache | {"index": index + x.shape[1]}
+        return y, cache | {"index": next_index(index, x, around)}
 
     def cross_attention_error(self):
         return (

@@ -6,7 +6,6 @@ Transformer in pre-norm RMSNorm, no biases, a relative position bias per stack i
 """
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from synthesizer_jax.models.transformer import (
     add_positions,
     check_packing,
     check_positions_reach,
+    computed_once,
     lm_head,
     next_positions,
     position_table,
@@ -29,6 +29,7 @@ from synthesizer_jax.models.transformer import (
     token_logits,
 )
 from synthesizer_jax.nn.layers import Embedding
+from synthesizer_jax.ops.attend import mask_as_bias
 
 
 class EncoderDecoder(nnx.Module):
@@ -45,6 +46,7 @@ class EncoderDecoder(nnx.Module):
         self.decoder = Stack(DecoderLayer, config.decoder_layers, config.decoder_attention, True, config, rngs=rngs)
         self.lm_head = lm_head(config, rngs)
         self.position_embedding = position_table(config, rngs)
+        self.columns = nnx.data(None)  # the embedding's transpose, in decoding
 
     def __call__(
         self,
@@ -132,25 +134,46 @@ class EncoderDecoder(nnx.Module):
         check_positions_reach(self.position_embedding, max_length)
         encoded, mask = self.encode(encoder_input_tokens), encoder_input_tokens > 0
         layers = tuple(layer.init_cache(encoded, mask, max_length) for layer in self.decoder.each_layer())
-        return {"layers": layers, "index": jnp.zeros((), jnp.int32)}
+        bias = mask_as_bias(mask[:, None, None, :])
+        return {"layers": layers, "encoder_bias": bias, "index": jnp.zeros((), jnp.int32)}
 
-    def unstacked(self) -> Self:
-        """This model for decoding, its decoder's layers taken apart once (see `Stack.unstacked`); to be called under jit."""
+    def for_decoding(self) -> "EncoderDecoder":
+        """This model with what each step reads made once, before a loop over steps; to be called under the same jit.
+
+        Without it a step takes the layers out of their stack and transposes the embedding itself: on CPUs half of its cost.
+        """
         graph, state = nnx.split(self)
         model = nnx.merge(graph, state)
         model.decoder = self.decoder.unstacked()
+        if self.lm_head is None:
+            model.columns = nnx.Variable(computed_once(self.embedding.embedding[...].T))
         return model
+
+    def grow_cache(self, cache: dict, max_length: int) -> dict:
+        """The cache with room for max_length tokens in all."""
+        check_positions_reach(self.position_embedding, max_length)
+        return cache | {"layers": self.decoder.grow_caches(cache["layers"], max_length)}
 
     def decode_step(self, tokens: Int[Array, "b s"], cache: dict) -> tuple[Float[Array, "b s v"], dict]:
         """Logits [b, s, v] after the next s tokens [b, s] (the very first is 0), and the cache with them."""
+        x, cache = self._step(tokens, cache, None)
+        return self._logits(x), cache
+
+    def prefill(self, tokens: Int[Array, "b s"], cache: dict, kept: Int[Array, ""] | None = None) -> dict:
+        """The cache with the first `kept` of the next s tokens [b, s], None: with all, in one pass and without logits."""
+        return self._step(tokens, cache, kept)[1]
+
+    def _step(self, tokens, cache, kept):
         index = cache["index"]
+        context = Context(encoder_bias=cache["encoder_bias"], kept=kept)
         x, layers = self.decoder.step(
-            self._embed(tokens, next_positions(index, tokens)), cache["layers"], index, Context()
+            self._embed(tokens, next_positions(index, tokens)), cache["layers"], index, context
         )
-        return self._logits(x), cache | {"layers": layers, "index": index + tokens.shape[1]}
+        return x, cache | {"layers": layers, "index": index + (tokens.shape[1] if kept is None else kept)}
 
     def _embed(self, tokens, positions=None):
         return add_positions(self.embedding(tokens, self.config.compute_dtype), self.position_embedding, positions)
 
     def _logits(self, x):
-        return token_logits(x, self.embedding, self.lm_head)
+        columns = None if self.columns is None else self.columns[...]
+        return token_logits(x, self.embedding, self.lm_head, columns)

@@ -42,7 +42,9 @@ class Context:
     shared: Parameters | None = None
     encoded: Float[Array, "b k e"] | None = None
     encoder_mask: Bool[Array, "b k"] | None = None
+    encoder_bias: Float[Array, "b 1 1 k"] | None = None  # the encoder's mask, where keys and values are cached
     encoder_segments: Int[Array, "b k"] | None = None
+    kept: Int[Array, ""] | None = None  # of the tokens of a step, those that the caches are to hold; None: all
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def of_self_attention(self) -> dict[str, Any]:
@@ -55,6 +57,10 @@ class Context:
             "bias": self.bias,
             "shared": self.shared,
         }
+
+    def of_step(self) -> dict[str, Any]:
+        """What a step of self-attention is told."""
+        return {"bias": self.bias, "shared": self.shared, "kept": self.kept}
 
     def of_cross_attention(self) -> dict[str, Any]:
         """What attention to the encoded sequence is told."""
@@ -86,11 +92,13 @@ class Layer(nnx.Module):
         """An empty cache for `length` tokens."""
         return {"self": self.attention.init_cache(batch, length, dtype)}
 
+    def grow_cache(self, cache: dict[str, Cache], length: int) -> dict[str, Cache]:
+        """The cache with room for `length` tokens."""
+        return {"self": self.attention.grow_cache(cache["self"], length)}
+
     def step(self, x: Float[Array, "b s e"], cache: dict[str, Cache], context: Context):
         """The next s tokens: (outputs [b, s, e], the cache with them)."""
-        attended, own = self.attention.step(
-            self.attention_norm(x), cache["self"], bias=context.bias, shared=context.shared
-        )
+        attended, own = self.attention.step(self.attention_norm(x), cache["self"], **context.of_step())
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), {"self": own}
 
@@ -137,13 +145,15 @@ class DecoderLayer(nnx.Module):
             "cross": computed_once(self.cross_attention.cross_cache(encoded, key_mask=mask)),
         }
 
+    def grow_cache(self, cache: dict[str, Cache], length: int) -> dict[str, Cache]:
+        """The cache with room for `length` tokens."""
+        return cache | {"self": self.attention.grow_cache(cache["self"], length)}
+
     def step(self, x: Float[Array, "b s e"], cache: dict[str, Cache], context: Context):
         """The next s tokens: (outputs [b, s, e], the cache with them)."""
-        attended, own = self.attention.step(
-            self.attention_norm(x), cache["self"], bias=context.bias, shared=context.shared
-        )
+        attended, own = self.attention.step(self.attention_norm(x), cache["self"], **context.of_step())
         x = x + attended
-        x = x + self.cross_attention.cross_step(self.cross_attention_norm(x), cache["cross"])
+        x = x + self.cross_attention.cross_step(self.cross_attention_norm(x), cache["cross"], bias=context.encoder_bias)
         return x + self.mlp(self.mlp_norm(x)), {"self": own, "cross": cache["cross"]}
 
 
@@ -225,6 +235,10 @@ class Stack(nnx.Module):
             x, cache = layer.step(x, cache, context)
             stepped.append(cache)
         return self.final_norm(x), tuple(stepped)
+
+    def grow_caches(self, caches: Caches, length: int) -> Caches:
+        """The layers' caches with room for `length` tokens."""
+        return tuple(layer.grow_cache(cache, length) for layer, cache in zip(self.each_layer(), caches, strict=True))
 
     def _cached_bias(self, s_length, caches, positions):
         """The bias [1, h, s, k] of the next tokens for all that the layers' caches have room for."""
@@ -378,9 +392,16 @@ def lm_head(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Variable | None:
     return variable(kernel, rngs, config.param_dtype)
 
 
-def token_logits(x: Float[Array, "b q e"], embedding: Embedding, head: nnx.Variable | None) -> Float[Array, "b q v"]:
-    """Logits in float32, from the head or from the embedding scaled by e^-0.5."""
-    if head is None:
+def token_logits(
+    x: Float[Array, "b q e"],
+    embedding: Embedding,
+    head: nnx.Variable | None,
+    columns: Float[Array, "e v"] | None = None,
+) -> Float[Array, "b q v"]:
+    """Logits in float32, from the head or from the embedding scaled by e^-0.5, of which columns is the transpose."""
+    if head is None and columns is not None:
+        logits = contract("bqe,ev->bqv", x * x.shape[-1] ** -0.5, columns.astype(x.dtype))
+    elif head is None:
         logits = embedding.attend(x * x.shape[-1] ** -0.5)
     else:
         logits = contract("bqe,ev->bqv", x, head[...].astype(x.dtype))

@@ -133,27 +133,37 @@ class Attention(nnx.Module):
         key_mask: Bool[Array, "b k"] | None = None,
         bias: Float[Array, "_b _h _s k"] | None = None,
         shared: Parameters | None = None,
+        kept: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "b s e"], Cache]:
         """Causal self-attention of the next s tokens x [b, s, e]; returns their outputs and the cache with them.
 
-        key_mask and bias span the cache's length. Steps past that length give NaN.
+        key_mask and bias span the cache's length. Steps past that length give NaN. kept: the number of tokens, the first
+        ones of x, that the cache is to hold; None: all.
         """
-        return self.mixer.step(
-            self._params(), x, cache, Surroundings(key_mask=key_mask, bias=bias, shared=shared or {})
-        )
+        around = Surroundings(key_mask=key_mask, bias=bias, shared=shared or {}, kept=kept)
+        return self.mixer.step(self._params(), x, cache, around)
+
+    def grow_cache(self, cache: Cache, length: int) -> Cache:
+        """The cache with room for `length` tokens."""
+        return self.mixer.grow_cache(self._params(), self.dims.features, cache, length)
 
     def cross_cache(self, x_kv: Float[Array, "b k e"], *, key_mask: Bool[Array, "b k"] | None = None) -> Cache:
-        """What attention to x_kv [b, k, e] needs of it at each step of `cross_step`. Attention over scores only.
+        """What attention to x_kv [b, k, e] needs of it at each step of `cross_step`; 0 where key_mask is False.
 
-        A key_mask that is given here need not be given to the steps.
+        Attention over scores only.
         """
         return self._attention().cross_cache(self._params(), x_kv, key_mask)
 
     def cross_step(
-        self, x: Float[Array, "b s e"], cache: Cache, *, key_mask: Bool[Array, "b k"] | None = None
+        self,
+        x: Float[Array, "b s e"],
+        cache: Cache,
+        *,
+        key_mask: Bool[Array, "b k"] | None = None,
+        bias: Float[Array, "_b _h _s k"] | None = None,
     ) -> Float[Array, "b s e"]:
-        """Attention of x [b, s, e] to the sequence of `cross_cache`."""
-        return self._attention().cross_step(self._params(), x, cache, key_mask)
+        """Attention of x [b, s, e] to the sequence of `cross_cache`, see `MultiHead.cross_step`."""
+        return self._attention().cross_step(self._params(), x, cache, key_mask, bias)
 
     def _attention(self):
         if not isinstance(self.mixer, MultiHead):

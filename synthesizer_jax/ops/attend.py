@@ -257,7 +257,7 @@ def _row_max(logits, allowed):
 
 
 def mask_as_bias(mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """0 where True, where False what leaves a key no weight beside one that is allowed."""
+    """0 where True; where False what leaves a key no weight beside one that is allowed. Values there are to be finite."""
     return jnp.where(mask, 0, _MASKED / 2)  # the half: added to a score it stays finite
 
 
