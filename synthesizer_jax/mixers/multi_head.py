@@ -95,15 +95,15 @@ class MultiHead(Mixer):
 
     def step(self, params, x, cache, around=Surroundings()):
         index = cache["index"]
-        check_step(x, cache["value"], cache["value"].shape[2])
+        check_step(x, cache["value"], cache["value"].shape[3])
         positions = index + jnp.arange(x.shape[1])
         cached = jax.tree.map(
-            lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, index, axis=2),
+            lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, index, axis=3),
             {name: cache[name] for name in ("keys", "value")},
             self._cached(params, x, positions),
         )
-        k_length = cached["value"].shape[2]
-        keys, values = _transposed(cached["keys"]), _transposed(cached["value"])
+        k_length = cached["value"].shape[3]
+        keys, values = _by_token(cached["keys"]), _by_token(cached["value"])
         scores = self.scores.score(params["scores"], x, keys, k_length, positions)
         heads = attend(
             scores,
@@ -127,7 +127,7 @@ class MultiHead(Mixer):
         cached = self._cached(params, x_kv, None)
         if key_mask is None:
             return cached
-        return jax.tree.map(lambda array: jnp.where(key_mask[:, None, :, None], array, 0), cached)
+        return jax.tree.map(lambda array: jnp.where(key_mask[:, None, None, :], array, 0), cached)
 
     def cross_step(
         self,
@@ -142,7 +142,7 @@ class MultiHead(Mixer):
         Where that had the key_mask, `mask_as_bias` of it as bias says the same to each step, which need not look for
         padding among the values again.
         """
-        keys, values = _transposed(cache["keys"]), _transposed(cache["value"])
+        keys, values = _by_token(cache["keys"]), _by_token(cache["value"])
         scores = self.scores.score(params["scores"], x, keys, values.shape[1])
         heads = attend(scores, values, key_mask=key_mask, bias=bias, path=self.path)
         return _merge_heads(params, heads)
@@ -166,9 +166,14 @@ class MultiHead(Mixer):
             raise ValueError(f"x_kv: {self.cross_attention_error()}")
 
     def _cached(self, params, x, positions):
-        """What a cache holds of tokens [b, k, e]: [b, h, k, r] and [b, h, k, d], as products over the keys read them."""
+        """What a cache holds of tokens [b, k, e]: of the keys [b, h, r, k], and the values [b, h, d, k].
+
+        In this order products over the keys read them as they are, and a TPU pads 64 numbers per head to 128 in no array
+        whose last axis is k.
+        """
         features = self.scores.key_features(params["scores"], x, positions)
-        return _transposed({"keys": features, "value": self._values(params, x, positions)})
+        cached = {"keys": features, "value": self._values(params, x, positions)}
+        return jax.tree.map(lambda array: jnp.transpose(array, (0, 2, 3, 1)), cached)
 
     def _values(self, params, x, positions):
         return project(self.scores.value_inputs(params["scores"], x, positions), params["value"])
@@ -233,9 +238,9 @@ class _Seen:
         }
 
 
-def _transposed(arrays):
-    """[b, k, h, d] from [b, h, k, d] and back, of each array."""
-    return jax.tree.map(lambda array: jnp.swapaxes(array, 1, 2), arrays)
+def _by_token(cached):
+    """[b, k, h, d] from [b, h, d, k], of each array."""
+    return jax.tree.map(lambda array: jnp.transpose(array, (0, 3, 1, 2)), cached)
 
 
 def _merge_heads(params, heads):

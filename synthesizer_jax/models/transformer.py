@@ -244,7 +244,7 @@ class Stack(nnx.Module):
         """The bias [1, h, s, k] of the next tokens for all that the layers' caches have room for."""
         if self.relative_spec is None:
             return None
-        return self.bias(s_length, caches[0]["self"]["value"].shape[2], positions)
+        return self.bias(s_length, caches[0]["self"]["value"].shape[3], positions)
 
     def each_layer(self) -> Iterator[nnx.Module]:
         """The layers one by one, for decoding: a loop over stacked ones would copy every cache out and back each step."""
