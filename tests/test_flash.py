@@ -134,7 +134,7 @@ def test_the_cases_have_several_blocks_and_tiles():
     """Otherwise the test above would show little."""
     plans = [
         flash_tpu.plan(
-            flash_tpu._sizes((b, q, h, r), (b, k, h, r), (b, k, h, d), 4, bias), flash_tpu._share(vmem * MiB)
+            flash_tpu.sizes_of((b, q, h, r), (b, k, h, r), (b, k, h, d), 4, bias), flash_tpu.budget(vmem * MiB)
         )
         for (b, q, k, h, r, d, bias), _, vmem in CASES.values()
     ]

@@ -90,13 +90,13 @@ def test_too_little_vmem_is_noticed(monkeypatch):
 @pytest.mark.parametrize("vmem", [16, 64, 128])
 @pytest.mark.parametrize("length", [128, 640, 1024, 4096])
 def test_a_plan_fits_and_divides(vmem, length):
-    sizes = flash_tpu._sizes((6, length, 12, 64), (6, length, 12, 64), (6, length, 12, 64), 2, True)
-    found = flash_tpu.plan(sizes, flash_tpu._share(vmem * MiB))
+    sizes = flash_tpu.sizes_of((6, length, 12, 64), (6, length, 12, 64), (6, length, 12, 64), 2, True)
+    found = flash_tpu.plan(sizes, flash_tpu.budget(vmem * MiB))
     if found is None:
         assert vmem == 16 and length == 4096, "a row of 4,096 keys for two heads does not fit into a v4's 16 MiB"
         return
     for blocks in found:
-        assert blocks.vmem <= flash_tpu._share(vmem * MiB)
+        assert blocks.vmem <= flash_tpu.budget(vmem * MiB)
         assert sizes.q_length % blocks.queries == 0 and sizes.batch % blocks.tile == 0
 
 

@@ -238,8 +238,8 @@ def _anywhere(options, run, *arrays):
 
 def _static(options, arrays):
     query, key, values, bias = arrays[:4]
-    sizes = _sizes(query.shape, key.shape, values.shape, values.dtype.itemsize, bias is not None)
-    found = plan(sizes, _share(options.vmem))
+    sizes = sizes_of(query.shape, key.shape, values.shape, values.dtype.itemsize, bias is not None)
+    found = plan(sizes, budget(options.vmem))
     if found is None:
         raise ValueError(
             f"attention: a block of {_SUBLANES} queries with {key.shape[1]} keys does not fit into "
@@ -294,7 +294,7 @@ def _marks(static, arrays):
     return queries, jnp.pad(keys, ((0, 0), (0, missing)), constant_values=-1)[:, None]
 
 
-def _share(vmem: int) -> int:
+def budget(vmem: int) -> int:
     """What a plan may fill by its formulas: the compiler needs some more, and XLA keeps other arrays there."""
     return vmem * 3 // 4 if vmem > 16 * MiB else vmem - 5 * MiB
 
@@ -307,11 +307,11 @@ def _limit(blocks, vmem):
 def fits(arrays: Arrays, vmem: int) -> bool:
     """Whether the kernel can be planned for arrays of these shapes, those of one device, see `attention`."""
     query, key, values, bias = arrays[:4]
-    sizes = _sizes(query.shape, key.shape, values.shape, values.dtype.itemsize, bias is not None)
-    return plan(sizes, _share(vmem)) is not None
+    sizes = sizes_of(query.shape, key.shape, values.shape, values.dtype.itemsize, bias is not None)
+    return plan(sizes, budget(vmem)) is not None
 
 
-def _sizes(query, key, values, itemsize, bias):
+def sizes_of(query, key, values, itemsize, bias):
     """What the kernel makes of these shapes: lanes filled by groups of heads, lengths padded to whole tiles."""
     size = _lane_size(values[3])
     heads = max(_LANES // size, 1)
