@@ -223,7 +223,7 @@ def test_the_cost_of_a_step_does_not_depend_on_the_maximum_length(attention):
         found.append((traffic.memory_bytes(module, program), traffic.matrix_flops(module, program)))
     (short, short_flops), (long, long_flops) = found
     assert long_flops == short_flops > 0
-    assert long < 1.02 * short  # a table's own size, at 256: 256 kB, 2.5 times all that a step moves
+    assert long < 1.1 * short  # R's tables of 256 tokens alone have 1 MB, 50 times what a step moves
 
 
 @pytest.mark.parametrize("attention", ["V", "R", "R+V"])

@@ -134,8 +134,7 @@ class EncoderDecoder(nnx.Module):
         check_positions_reach(self.position_embedding, max_length)
         encoded, mask = self.encode(encoder_input_tokens), encoder_input_tokens > 0
         layers = tuple(layer.init_cache(encoded, mask, max_length) for layer in self.decoder.each_layer())
-        bias = mask_as_bias(mask[:, None, None, :])
-        return {"layers": layers, "encoder_bias": bias, "index": jnp.zeros((), jnp.int32)}
+        return {"layers": layers, "encoder_mask": mask, "index": jnp.zeros((), jnp.int32)}
 
     def for_decoding(self) -> "EncoderDecoder":
         """This model with what each step reads made once, before a loop over steps; to be called under the same jit.
@@ -165,7 +164,7 @@ class EncoderDecoder(nnx.Module):
 
     def _step(self, tokens, cache, kept):
         index = cache["index"]
-        context = Context(encoder_bias=cache["encoder_bias"], kept=kept)
+        context = Context(encoder_bias=mask_as_bias(cache["encoder_mask"][:, None, None, :]), kept=kept)
         x, layers = self.decoder.step(
             self._embed(tokens, next_positions(index, tokens)), cache["layers"], index, context
         )

@@ -49,6 +49,8 @@ class Random(Synthetic):
     def score(self, params, x_q, keys, k_length, q_positions=None, k_positions=None):
         self.check_lengths(x_q.shape[1], k_length, q_positions, k_positions)
         table = params["R"] if self.trained else jax.lax.stop_gradient(params["R"])
+        if q_positions is not None and q_positions.shape == (1,) and k_positions is None:
+            return Scores(bias=_row(table, q_positions[0], k_length).astype(jnp.float32)[None])
         if _of_the_batch(q_positions) and _of_the_batch(k_positions):
             rows = take_positions(table, q_positions, x_q.shape[1], axis=1)
             return Scores(bias=take_positions(rows, k_positions, k_length, axis=2).astype(jnp.float32)[None])
@@ -58,6 +60,13 @@ class Random(Synthetic):
 
 def _of_the_batch(positions):
     return positions is None or positions.ndim == 1
+
+
+def _row(table, position, k_length):
+    """[h, 1, k], of a step of decoding: one slice of what is read, as a row of n or a gather cost with n."""
+    heads, n, _ = table.shape
+    row = jax.lax.dynamic_slice(table, (0, position, 0), (heads, 1, k_length))
+    return jnp.where((position >= 0) & (position < n), row, jnp.nan)
 
 
 def _per_sequence(positions, length):
