@@ -25,12 +25,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from synthesizer_jax import activations
 from synthesizer_jax.axes import contract
+from synthesizer_jax.ops.softmax import MASKED, product, softmax_product
 from synthesizer_jax.scores.base import Scores
 
 Path = Literal["auto", "shared", "xla"]
-
-# In one place: the value of masked logits. Lower than any score, finite, so that no row is all -inf.
-_MASKED = float(jnp.finfo(jnp.float32).min)
 
 # Nats below the row's maximum at which scores shared by the batch end.
 _FLOOR = 100.0
@@ -96,14 +94,14 @@ def attend(
         values = values if mask is None and allowed is None else _seen(values, common)
         table = jnp.broadcast_to(scores.bias[0], (values.shape[2], masks.q_length(scores), values.shape[1]))
         return _shared_softmax(table, values, key_mask, None if common is None else common[0])
-    weights, may_attend, has_key = _weights(scores, values.shape[1], masks)
+    logits, bias, may_attend, has_key = _logits(scores, values.shape[1], masks)
     values = _masked(_masked(values, key_mask), None if k_segments is None else k_segments > 0)
     values = values if mask is None and allowed is None else _seen(values, may_attend)
-    weights = weights.astype(values.dtype)
-    if weights.shape[0] == 1:
-        out = contract("hqk,bkhd->bqhd", weights[0], values)
+    if scores.factor is None:
+        out = softmax_product(logits, bias, may_attend, values)
     else:
-        out = contract("bhqk,bkhd->bqhd", weights, values)
+        weights = _normalised_by_sum(_sum(logits, bias), scores.factor, may_attend)
+        out = product(weights.astype(values.dtype), values)
     if has_key is not None:
         out = jnp.where(jnp.swapaxes(has_key, 1, 2), out, 0)
     return out.astype(values.dtype)
@@ -186,20 +184,30 @@ def _weights(scores, k_length, masks):
 
     Rows without keys are not zeroed here; has_key [b|1, h|1, q|1, 1] is None where each has one.
     """
-    logits, common, own = scores.exponent(), masks.common(scores, k_length), masks.own()
-    if logits is not None:
-        logits = jnp.broadcast_to(logits, (*logits.shape[:2], masks.q_length(scores), k_length))
-    if scores.shared_by_batch and not masks.differ_by_mask:
-        shifted = logits - _row_max(logits, common)  # a constant of the row, that the softmax doesn't see
-        logits = jnp.where(shifted < -_FLOOR, -_FLOOR, shifted)  # not maximum: it halves the gradient of a tie
-    allowed = _both(common, own)
-    # A causal row always has its first key; only the other masks can leave a row without any.
-    has_key = None if own is None and masks.allowed is None else jnp.any(allowed, axis=-1, keepdims=True)
+    logits, bias, allowed, has_key = _logits(scores, k_length, masks)
+    logits = _sum(logits, bias)
     if scores.factor is not None:
         return _normalised_by_sum(logits, scores.factor, allowed), allowed, has_key
     if allowed is not None:
-        logits = jnp.where(allowed, logits, _MASKED)
+        logits = jnp.where(allowed, logits, MASKED)
     return jax.nn.softmax(logits, axis=-1), allowed, has_key
+
+
+def _logits(scores, k_length, masks):
+    """(logits [b|1, h, q, k], a bias that is to be added, which keys are allowed, where a row has any), see `_weights`.
+
+    Logits or bias may be None, both where there is a factor alone.
+    """
+    logits, bias, common, own = scores.low_rank(), scores.bias, masks.common(scores, k_length), masks.own()
+    if logits is None and bias is not None:
+        bias = jnp.broadcast_to(bias, (*bias.shape[:2], masks.q_length(scores), k_length))
+    if scores.shared_by_batch and not masks.differ_by_mask:
+        shifted = bias - _row_max(bias, common)  # a constant of the row, that the softmax doesn't see
+        bias = jnp.where(shifted < -_FLOOR, -_FLOOR, shifted)  # not maximum: it halves the gradient of a tie
+    allowed = _both(common, own)
+    # A causal row always has its first key; only the other masks can leave a row without any.
+    has_key = None if own is None and masks.allowed is None else jnp.any(allowed, axis=-1, keepdims=True)
+    return logits, bias, allowed, has_key
 
 
 def _normalised_by_sum(logits, factor, allowed):
@@ -207,12 +215,16 @@ def _normalised_by_sum(logits, factor, allowed):
     if logits is not None:
         shifted = logits - _row_max(logits, allowed)
         # Masked before the exponential: in a row without keys the maximum is the mask's value, and all overflow.
-        factor = factor * jnp.exp(shifted if allowed is None else jnp.where(allowed, shifted, _MASKED))
+        factor = factor * jnp.exp(shifted if allowed is None else jnp.where(allowed, shifted, MASKED))
     if allowed is not None:
         factor = jnp.where(allowed, factor, 0)
     total = jnp.sum(factor, axis=-1, keepdims=True)
     defined = jnp.abs(total) > _SMALLEST_SUM * jnp.sum(jnp.abs(factor), axis=-1, keepdims=True)
     return jnp.where(defined, factor / jnp.where(defined, total, 1), 0)
+
+
+def _sum(first, second):
+    return second if first is None else first if second is None else first + second
 
 
 def _both(first, second):
@@ -227,7 +239,7 @@ def _causal(q_length, k_length, q_offset):
 def _row_max(logits, allowed):
     """The largest allowed entry of each row, constant for the gradient."""
     return jax.lax.stop_gradient(
-        jnp.max(logits if allowed is None else jnp.where(allowed, logits, _MASKED), axis=-1, keepdims=True)
+        jnp.max(logits if allowed is None else jnp.where(allowed, logits, MASKED), axis=-1, keepdims=True)
     )
 
 

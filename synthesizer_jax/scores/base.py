@@ -68,10 +68,12 @@ class Scores:
 
     def exponent(self) -> Float[Array, "_b h q k"] | None:
         """<query, key> + bias, [b|1, h, q|1, k] in float32; None where there is a factor alone."""
-        if self.query is None:
-            return self.bias
-        low_rank = _products(self.query, self.key)
-        return low_rank if self.bias is None else low_rank + self.bias
+        low_rank = self.low_rank()
+        return self.bias if low_rank is None else low_rank if self.bias is None else low_rank + self.bias
+
+    def low_rank(self) -> Float[Array, "_b h q k"] | None:
+        """<query, key>, [b|1, h, q, k] in float32; None where there is none."""
+        return None if self.query is None else _products(self.query, self.key)
 
     @property
     def shared_by_batch(self) -> bool:
