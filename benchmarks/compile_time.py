@@ -122,7 +122,9 @@ def figures(seconds):
 def show(rows):
     print("\n| | layers | s to trace | s to compile | both | to the first |\n|---|---|---|---|---|---|")
     for row in rows:
-        spans = (f"{statistics.median(row[k]):.2f} ({min(row[k]):.2f} to {max(row[k]):.2f})" for k in ("trace", "compile"))
+        spans = (
+            f"{statistics.median(row[k]):.2f} ({min(row[k]):.2f} to {max(row[k]):.2f})" for k in ("trace", "compile")
+        )
         depth = f"{row['depth']}+{row['depth']}"
         print(f"| {row['name']} | {depth} | {' | '.join(spans)} | {row['median']:.2f} | {row['ratio']:.2f} |")
 

@@ -44,7 +44,11 @@ except ModuleNotFoundError:
     torch = None
 
 ATTENTION = ("V", "R", "D", "FR", "R+V", "LightConv", "DynConv", "Linformer")
-OPTIONS = {"LightConv": "width=9", "DynConv": "width=9", "Linformer": "rank=64"}  # where the name alone does not say all
+OPTIONS = {
+    "LightConv": "width=9",
+    "DynConv": "width=9",
+    "Linformer": "rank=64",
+}  # where the name alone does not say all
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 RATE = 1e-4
 PAUSE = 0.05  # seconds; OpenMP's threads spin for a while after their work
