@@ -11,15 +11,12 @@ for forward mode; JAX transposes it, and can differentiate it once more.
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from synthesizer_jax.axes import contract
 
 # In one place: the value of masked logits. Lower than any score, finite, so that no row is all -inf.
 MASKED = float(jnp.finfo(jnp.float32).min)
-
-EXPONENTIALS = "exponentials"  # the name, for policies of rematerialization, of the one array [b, h, q, k] that is kept
 
 
 @jax.custom_jvp
@@ -44,7 +41,6 @@ def _forward(logits, bias, allowed, values):
     if allowed is not None:
         summed = jnp.where(allowed, summed, MASKED)
     e = jnp.exp(summed - jnp.max(summed, axis=-1, keepdims=True)).astype(values.dtype)
-    e = checkpoint_name(e, EXPONENTIALS)
     inverse = 1 / jnp.swapaxes(jnp.sum(e, axis=-1, dtype=jnp.float32), 1, 2)[..., None]
     return (product(e, values) * inverse).astype(values.dtype), e, inverse
 
@@ -57,7 +53,7 @@ def _jvp(primals, tangents):
     batch = e.shape[0]
     changes = [] if logits is None else [by_logits]
     changes += [] if bias is None else [_for_all(by_bias, batch)]
-    moved = e.astype(jnp.float32) * sum(changes[1:], changes[0])
+    moved = _times(e, sum(changes[1:], changes[0]))
     turned = product(moved.astype(values.dtype), values) + product(e, by_values)
     total = jnp.swapaxes(jnp.sum(moved, axis=-1), 1, 2)[..., None]
     return out, ((turned - total * out.astype(jnp.float32)) * inverse).astype(values.dtype)
@@ -68,6 +64,12 @@ def product(weights: Float[Array, "_b _h q k"], values: Float[Array, "b k h d"])
     if weights.shape[0] == 1:
         return contract("hqk,bkhd->bqhd", weights[0], values)
     return contract("bhqk,bkhd->bqhd", weights, values)
+
+
+def _times(e, change):
+    """Their product in float32; narrower exponentials are kept as they are, and widened again for the gradient."""
+    widened = lambda e, change: e.astype(jnp.float32) * change
+    return (widened if e.dtype == jnp.float32 else jax.checkpoint(widened, prevent_cse=False))(e, change)
 
 
 def _for_all(bias, batch):
