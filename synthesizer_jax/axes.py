@@ -60,6 +60,11 @@ def contract(equation: str, first: jax.Array, second: jax.Array) -> jax.Array:
     """
     if first.dtype == second.dtype == jnp.float32:
         return jnp.einsum(equation, first, second)
+    # Keeps for the gradient what goes in: of a choice between platforms JAX keeps what each would, the operands in float32.
+    return jax.checkpoint(_contract_by_platform, static_argnums=0, prevent_cse=False)(equation, first, second)
+
+
+def _contract_by_platform(equation, first, second):
     return jax.lax.platform_dependent(
         first,
         second,

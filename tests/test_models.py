@@ -14,6 +14,7 @@ from variants import MAX_LENGTH, MIXERS
 import synthesizer_jax as sj
 from synthesizer_jax.models import parameters
 from synthesizer_jax.nn.attention import as_mixer
+from synthesizer_jax.nn.layers import RMSNorm
 
 SIZES = {"vocab_size": 17, "features": 8, "mlp_features": 12, "heads": 2, "head_dim": 4, "encoder_layers": 2}
 QUICK = functools.partial(jax.jit, compiler_options=oracle.QUICK_TO_COMPILE)
@@ -324,3 +325,24 @@ def test_rms_norm_and_mlps_equal_the_oracle():
         expected, expected_gradients = oracle.gradients(function, params | {"x": x}, cotangent)
         assert oracle.relative_error(y, expected) < 1e-6
         assert oracle.worst(gradients | {"x": x_gradient}, expected_gradients, floor=1.0)[0] < 1e-5
+
+
+def test_the_norm_has_the_derivatives_of_its_formula():
+    """Forwards, backwards and twice, against plain JAX in float64."""
+    x, move, cotangent = (jax.random.normal(jax.random.key(i), (2, 3, 8)) for i in range(3))
+    layer = RMSNorm(8, rngs=nnx.Rngs(0))
+    layer.scale[...] = jnp.linspace(0.5, 2, 8)
+
+    def formula(x):
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * layer.scale[...].astype(x.dtype)
+
+    def derivatives(function, x, move, cotangent):
+        def gradient(x):
+            return jax.vjp(function, x)[1](cotangent)[0]
+
+        return jax.jvp(function, (x,), (move,)), gradient(x), jax.jvp(gradient, (x,), (move,))[1]
+
+    with jax.enable_x64(True):
+        wanted = derivatives(formula, *(a.astype(jnp.float64) for a in (x, move, cotangent)))
+    for found, exact in zip(*map(jax.tree.leaves, (derivatives(layer, x, move, cotangent), wanted)), strict=True):
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)

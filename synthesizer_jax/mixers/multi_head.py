@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from synthesizer_jax import activations
 from synthesizer_jax.axes import EMBED, HEADS, KV, Param, fan_in
 from synthesizer_jax.mixers.mixer import (
     Cache,
@@ -245,4 +246,4 @@ def _by_token(cached):
 
 def _merge_heads(params, heads):
     h, d, e = params["out"].shape
-    return heads.reshape(*heads.shape[:2], h * d) @ params["out"].astype(heads.dtype).reshape(h * d, e)
+    return activations.linear(heads.reshape(*heads.shape[:2], h * d), params["out"].reshape(h * d, e))

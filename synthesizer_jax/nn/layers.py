@@ -1,5 +1,6 @@
 """The layers of a T5 block other than attention, and how declared parameters become NNX variables."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -49,9 +50,28 @@ class RMSNorm(nnx.Module):
         self.scale = variable(Param((features,), (EMBED,), ones), rngs, param_dtype)
 
     def __call__(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        x32 = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.epsilon)
-        return (x32 * inverse).astype(x.dtype) * self.scale[...].astype(x.dtype)
+        return _normalised(x, self.epsilon) * self.scale[...].astype(x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _normalised(x, epsilon):
+    return _normalised_and_inverse(x, epsilon)[0].astype(x.dtype)
+
+
+def _normalised_and_inverse(x, epsilon):
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
+    return x32 * inverse, inverse
+
+
+@_normalised.defjvp
+def _normalised_jvp(epsilon, primals, tangents):
+    """By what comes out alone, so that one array is kept for the gradient; JAX would keep three."""
+    (x,), (change,) = primals, tangents
+    normalised, inverse = _normalised_and_inverse(x, epsilon)
+    change = change.astype(jnp.float32)
+    along = jnp.mean(normalised * change, axis=-1, keepdims=True)
+    return normalised.astype(x.dtype), ((change - normalised * along) * inverse).astype(x.dtype)
 
 
 class MLP(nnx.Module):
@@ -85,11 +105,11 @@ class MLP(nnx.Module):
     @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "b q e"], dropout_key: Array | None = None) -> Float[Array, "b q e"]:
         if self.activation == "relu":
-            hidden = jax.nn.relu(x @ self.wi[...].astype(x.dtype))
+            hidden = jax.nn.relu(activations.linear(x, self.wi[...]))
         else:
-            gate = jax.nn.gelu(x @ self.wi_0[...].astype(x.dtype), approximate=True)
-            hidden = gate * (x @ self.wi_1[...].astype(x.dtype))
-        return dropout(hidden, self.dropout_rate, dropout_key) @ self.wo[...].astype(x.dtype)
+            gate = jax.nn.gelu(activations.linear(x, self.wi_0[...]), approximate=True)
+            hidden = gate * activations.linear(x, self.wi_1[...])
+        return activations.linear(dropout(hidden, self.dropout_rate, dropout_key), self.wo[...])
 
 
 class Embedding(nnx.Module):
@@ -108,6 +128,8 @@ class Embedding(nnx.Module):
     def attend(self, x: Float[Array, "b q e"]) -> Float[Array, "b q v"]:
         """Logits in float32."""
         table = self.embedding[...].astype(x.dtype)
+        if activations.on_cpu():  # see activations.linear
+            return contract("re,ve->rv", activations.as_rows(x), table).reshape(*x.shape[:-1], -1)
         return contract("bqe,ve->bqv", x, table)
 
 

@@ -31,12 +31,10 @@ from synthesizer_jax.axes import contract
 from synthesizer_jax.ops import fused
 from synthesizer_jax.ops.packed_softmax import Rows, packed_softmax
 from synthesizer_jax.ops.shared_softmax import FLOOR, masked, shared_softmax
+from synthesizer_jax.ops.softmax import MASKED, product, softmax_product
 from synthesizer_jax.scores.base import Scores
 
 Path = Literal["auto", "shared", "flash", "cudnn", "xla"]
-
-# In one place: the value of masked logits. Lower than any score, finite, so that no row is all -inf.
-_MASKED = float(jnp.finfo(jnp.float32).min)
 
 # Kernels that may be negative are normalised by their sum where it is at least this part of the sum of their sizes: below
 # it, float32 has cancelled all digits.
@@ -105,16 +103,18 @@ def attend(
     kind = fused.choose(path, scores, values, masks)
     if kind != "xla":
         return fused.attend(kind, scores, values, masks)
-    weights, may_attend, has_key = _weights(scores, values.shape[1], masks)
+    logits, bias, may_attend, has_key = _logits(scores, values.shape[1], masks)
     values = masked(masked(values, key_mask), None if k_segments is None else k_segments > 0)
     values = values if mask is None and allowed is None else _seen(values, may_attend)
-    weights = weights.astype(values.dtype)
-    if weights.shape[2] == 1:  # a step of decoding: in the order of its cache, with which the batch shares nothing
-        weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))
-    if weights.shape[0] == 1 < values.shape[0]:
-        out = contract("hqk,bkhd->bqhd", weights[0], values)
+    if scores.factor is None:
+        if (
+            logits is None and bias.shape[2] == 1
+        ):  # a step of decoding: in the order of its cache, which no batch shares
+            bias = jnp.broadcast_to(bias, (values.shape[0], *bias.shape[1:]))
+        out = softmax_product(logits, bias, may_attend, values)
     else:
-        out = contract("bhqk,bkhd->bqhd", weights, values)
+        weights = _normalised_by_sum(_sum(logits, bias), scores.factor, may_attend)
+        out = product(weights.astype(values.dtype), values)
     if has_key is not None:
         out = jnp.where(jnp.swapaxes(has_key, 1, 2), out, 0)
     return out.astype(values.dtype)
@@ -211,20 +211,30 @@ def _weights(scores, k_length, masks):
 
     Rows without keys are not zeroed here; has_key [b|1, h|1, q|1, 1] is None where each has one.
     """
-    logits, common, own = scores.exponent(), masks.common(scores, k_length), masks.own()
-    if logits is not None:
-        logits = jnp.broadcast_to(logits, (*logits.shape[:2], masks.q_length(scores), k_length))
-    if scores.shared_by_batch and not masks.differ_by_mask:
-        shifted = logits - _row_max(logits, common)  # a constant of the row, that the softmax doesn't see
-        logits = jnp.where(shifted < -FLOOR, -FLOOR, shifted)  # not maximum: it halves the gradient of a tie
-    allowed = _both(common, own)
-    # A causal row always has its first key; only the other masks can leave a row without any.
-    has_key = None if own is None and masks.allowed is None else jnp.any(allowed, axis=-1, keepdims=True)
+    logits, bias, allowed, has_key = _logits(scores, k_length, masks)
+    logits = _sum(logits, bias)
     if scores.factor is not None:
         return _normalised_by_sum(logits, scores.factor, allowed), allowed, has_key
     if allowed is not None:
-        logits = jnp.where(allowed, logits, _MASKED)
+        logits = jnp.where(allowed, logits, MASKED)
     return jax.nn.softmax(logits, axis=-1), allowed, has_key
+
+
+def _logits(scores, k_length, masks):
+    """(logits [b|1, h, q, k], a bias that is to be added, which keys are allowed, where a row has any), see `_weights`.
+
+    Logits or bias may be None, both where there is a factor alone.
+    """
+    logits, bias, common, own = scores.low_rank(), scores.bias, masks.common(scores, k_length), masks.own()
+    if logits is None and bias is not None:
+        bias = jnp.broadcast_to(bias, (*bias.shape[:2], masks.q_length(scores), k_length))
+    if scores.shared_by_batch and not masks.differ_by_mask:
+        shifted = bias - _row_max(bias, common)  # a constant of the row, that the softmax doesn't see
+        bias = jnp.where(shifted < -FLOOR, -FLOOR, shifted)  # not maximum: it halves the gradient of a tie
+    allowed = _both(common, own)
+    # A causal row always has its first key; only the other masks can leave a row without any.
+    has_key = None if own is None and masks.allowed is None else jnp.any(allowed, axis=-1, keepdims=True)
+    return logits, bias, allowed, has_key
 
 
 def _normalised_by_sum(logits, factor, allowed):
@@ -232,12 +242,16 @@ def _normalised_by_sum(logits, factor, allowed):
     if logits is not None:
         shifted = logits - _row_max(logits, allowed)
         # Masked before the exponential: in a row without keys the maximum is the mask's value, and all overflow.
-        factor = factor * jnp.exp(shifted if allowed is None else jnp.where(allowed, shifted, _MASKED))
+        factor = factor * jnp.exp(shifted if allowed is None else jnp.where(allowed, shifted, MASKED))
     if allowed is not None:
         factor = jnp.where(allowed, factor, 0)
     total = jnp.sum(factor, axis=-1, keepdims=True)
     defined = jnp.abs(total) > _SMALLEST_SUM * jnp.sum(jnp.abs(factor), axis=-1, keepdims=True)
     return jnp.where(defined, factor / jnp.where(defined, total, 1), 0)
+
+
+def _sum(first, second):
+    return second if first is None else first if second is None else first + second
 
 
 def _both(first, second):
@@ -252,13 +266,13 @@ def _causal(q_length, k_length, q_offset):
 def _row_max(logits, allowed):
     """The largest allowed entry of each row, constant for the gradient."""
     return jax.lax.stop_gradient(
-        jnp.max(logits if allowed is None else jnp.where(allowed, logits, _MASKED), axis=-1, keepdims=True)
+        jnp.max(logits if allowed is None else jnp.where(allowed, logits, MASKED), axis=-1, keepdims=True)
     )
 
 
 def mask_as_bias(mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
     """0 where True; where False what leaves a key no weight beside one that is allowed. Values there are to be finite."""
-    return jnp.where(mask, 0, _MASKED / 2)  # the half: added to a score it stays finite
+    return jnp.where(mask, 0, MASKED / 2)  # the half: added to a score it stays finite
 
 
 def drop_keys(values: Float[Array, "b k h d"], dropout: Dropout) -> Float[Array, "b k h d"]:

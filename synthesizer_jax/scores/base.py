@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from synthesizer_jax import activations
 from synthesizer_jax.axes import Param, contract
 
 Parameters = Mapping[str, Any]  # nested: names -> arrays
@@ -92,11 +93,12 @@ class Scores:
 
     def exponent(self) -> Float[Array, "_b h q k"] | None:
         """<query, key> + bias, [b|1, h, q|1, k] in float32; None where there is a factor alone."""
-        bias = self.looked_up().bias
-        if self.query is None:
-            return bias
-        low_rank = _products(self.query, self.key)
-        return low_rank if bias is None else low_rank + bias
+        bias, low_rank = self.looked_up().bias, self.low_rank()
+        return bias if low_rank is None else low_rank if bias is None else low_rank + bias
+
+    def low_rank(self) -> Float[Array, "_b h q k"] | None:
+        """<query, key>, [b|1, h, q, k] in float32; None where there is none."""
+        return None if self.query is None else _products(self.query, self.key)
 
     def looked_up(self) -> "Scores":
         """The same scores, with a bias in place of a lookup."""
@@ -320,7 +322,7 @@ def from_zero(positions: Array, size: int) -> Array:
 def project(x: Float[Array, "b q e"], weight: Float[Array, "e h r"]) -> Float[Array, "b q h r"]:
     """x W for each head, in x's dtype."""
     e, h, r = weight.shape
-    return (x @ weight.astype(x.dtype).reshape(e, h * r)).reshape(*x.shape[:2], h, r)
+    return activations.linear(x, weight.reshape(e, h * r)).reshape(*x.shape[:2], h, r)
 
 
 def subclasses(kind: type) -> list[type]:

