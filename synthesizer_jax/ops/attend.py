@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from synthesizer_jax import activations
-from synthesizer_jax.axes import contract
 from synthesizer_jax.ops import fused
 from synthesizer_jax.ops.packed_softmax import Rows, packed_softmax
 from synthesizer_jax.ops.shared_softmax import FLOOR, masked, shared_softmax

@@ -1,0 +1,138 @@
+"""docs/performance.md: what is measured of speed, each table by one command, and where.
+
+    python benchmarks/performance.py run [NAME ...]   # runs benchmarks; their tables and figures go to docs/performance/
+    python benchmarks/performance.py write            # docs/performance.md from the tables
+
+Each benchmark can be run by itself, and says what it needs.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDER, PAGE = ROOT / "docs" / "performance", ROOT / "docs" / "performance.md"
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A table of the page."""
+
+    name: str  # of the files in docs/performance
+    title: str
+    says: str
+    command: str  # after `python benchmarks/`
+    environment: tuple[tuple[str, str], ...] = (("JAX_PLATFORMS", "cpu"), ("TPU_SKIP_MDS_QUERY", "1"))
+
+
+SECTIONS = (
+    Section(
+        "attention_tpu",
+        "Attention, for TPU",
+        "Causal layers with their projections in bfloat16, parameters in float32, 12 heads of 64. HBM is what moves to and from "
+        "main memory. The bound is every array read and written once.",
+        "attention.py --measures tpu --lengths 512 2048 --passes both",
+    ),
+    Section(
+        "attention_cpu",
+        "Attention, on a CPU",
+        "Attention alone, scores included, float32. Every variant once a round; ratios are medians of the rounds' ratios.",
+        "attention.py --measures cpu --lengths 128 512 1024 --passes forward both",
+    ),
+    Section(
+        "fused_attention",
+        "The fused kernel, for TPU",
+        "Scores with a low-rank part and a bias that the batch shares: R+V, D+V, FR+V, and V with T5's relative bias.",
+        "fused_attention.py --measures bare layer plans step",
+    ),
+    Section(
+        "packed",
+        "What packing costs R",
+        "Rows of several segments, whose positions count from 0 in each.",
+        "attention.py --measures packed --lengths 128 512",
+    ),
+    Section(
+        "train_step",
+        "Training steps on a CPU, beside Hugging Face transformers",
+        "float32, d 256, 4 + 4 layers, MLP 512, vocabulary 8,192, batches of 8 x 256/64. In the paper R makes 1.61 times the steps "
+        "of dynamic convolutions and 1.05 times those of lightweight ones (on TPU, its section 4.3).",
+        "train_step.py --steps 12",
+    ),
+    Section(
+        "decoding",
+        "Greedy decoding on a CPU, beside Hugging Face transformers",
+        "The same sizes, batch 8, 64 tokens.",
+        "decoding.py",
+    ),
+    Section(
+        "compile_time",
+        "Compilation and start",
+        "The layers of a stack are compiled once, whatever their number.",
+        "compile_time.py --depths 2 12",
+    ),
+    Section(
+        "long_sequences",
+        "Long sequences",
+        "The longest that fit 24 GiB, by the compiler's analysis for CPU, and a check of it by a process's real peak.",
+        "long_sequences.py",
+    ),
+)
+ELSEWHERE = """## Elsewhere
+
+- The input pipeline: [tasks.md](tasks.md), "How fast" (`python benchmarks/input_pipeline.py`).
+- Whole steps of every shipped configuration on slices of TPUs: [pods.md](pods.md).
+- Light and dynamic convolution for TPU: `python benchmarks/convolution.py`.
+- The cost of an import: `python benchmarks/import_time.py`.
+"""
+
+
+def run(section):
+    """The benchmark's tables to NAME.md, its figures to NAME.json."""
+    figures, tables = FOLDER / f"{section.name}.json", FOLDER / f"{section.name}.md"
+    script, *options = section.command.split()
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *options, "--json", str(figures)]
+    print(f"{section.name}: python benchmarks/{section.command}", flush=True)
+    found = subprocess.run(command, env={**os.environ, **dict(section.environment)}, stdout=subprocess.PIPE, text=True)
+    if found.returncode:
+        sys.exit(f"{section.name}: exit code {found.returncode}")
+    lines = found.stdout.splitlines()
+    tables.write_text("\n".join(line for line in lines if not line.startswith("{")).strip() + "\n")
+
+
+def page():
+    """docs/performance.md."""
+    yield "# Performance\n"
+    yield (
+        "Made by `python benchmarks/performance.py write` from the tables of the benchmarks that it names. **No TPU and no GPU "
+        "was there**: figures for TPU are those of its compiler (bytes, operations, memory of a compiled program), and the CPU's "
+        "are times of two shared cores, of which only the ratios mean something.\n"
+    )
+    for section in SECTIONS:
+        tables = FOLDER / f"{section.name}.md"
+        yield f"## {section.title}\n"
+        yield f"{section.says} `python benchmarks/{section.command}`\n"
+        yield tables.read_text() if tables.exists() else "Not measured yet.\n"
+    yield ELSEWHERE
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "write"))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="sections; all without any")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - {section.name for section in SECTIONS}
+    if unknown:
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in SECTIONS)}")
+    if arguments.what == "run":
+        FOLDER.mkdir(exist_ok=True)
+        for section in SECTIONS:
+            if not arguments.names or section.name in arguments.names:
+                run(section)
+    PAGE.write_text("\n".join(page()))
+
+
+if __name__ == "__main__":
+    main()
