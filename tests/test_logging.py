@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging as python_logging
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from synthesizer_jax.training.logging import (
     TrainingLog,
     model_info,
     read_lines,
+    say_what_is_logged,
     summarize,
 )
 from synthesizer_jax.training.optimizer import Adafactor
@@ -136,3 +138,16 @@ def test_model_info_lists_every_parameter():
 def test_json_lines_are_json(tmp_path):
     write(tmp_path, 0, {1: 1.0}).close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 1.0}
+
+
+def test_what_the_library_logs_is_said_once(capsys):
+    logger = python_logging.getLogger("synthesizer_jax")
+    before = logger.level, list(logger.handlers)
+    try:
+        say_what_is_logged()
+        say_what_is_logged()
+        python_logging.getLogger("synthesizer_jax.ops.fused").info("attention: path %r: %s", "xla", "a reason")
+        assert capsys.readouterr().err == "attention: path 'xla': a reason\n"
+    finally:
+        logger.setLevel(before[0])
+        logger.handlers = before[1]

@@ -5,6 +5,7 @@ and hidden in TensorBoard by the mark of a restart. Only the first process write
 """
 
 import json
+import logging
 import math
 import sys
 import time
@@ -260,6 +261,19 @@ def say(*words: Any) -> None:
     """A line for the user, on the first process, above a progress bar where there is one."""
     if jax.process_index() == 0:
         tqdm.write(" ".join(map(str, words)), file=sys.stderr)
+
+
+class _Said(logging.Handler):
+    def emit(self, record):
+        say(record.getMessage())
+
+
+def say_what_is_logged() -> None:
+    """What the library's own loggers tell of a run, such as which algorithm attention takes and why, is said to the user."""
+    logger = logging.getLogger("synthesizer_jax")
+    if not any(isinstance(handler, _Said) for handler in logger.handlers):
+        logger.addHandler(_Said())
+    logger.setLevel(logging.INFO)
 
 
 def model_info(mesh: Mesh, declared: Any, rules: sharding.Rules = sharding.Rules()) -> str:
