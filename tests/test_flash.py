@@ -318,6 +318,17 @@ def test_what_it_can_not_serve_is_refused(change, expected):
         sj.attend(change(Scores(query=query, key=key, bias=bias[None])), values, path="flash")
 
 
+def test_a_second_derivative_is_refused():
+    (query, key, values, bias), _ = drawn(2, 16, 16, 2, 8, 8)
+
+    def gradient(path, bias):
+        return jnp.sum(jax.grad(lambda bias: jnp.sum(by_attend(path, {}, query, key, values, bias) ** 2))(bias))
+
+    assert np.any(jax.grad(functools.partial(gradient, "xla"))(bias))
+    with pytest.raises(NotImplementedError, match="can't be differentiated again; use path='xla'"):
+        jax.grad(functools.partial(gradient, "flash"))(bias)
+
+
 # On GPU: cuDNN's attention itself needs a GPU; all around it is shown with XLA's
 
 

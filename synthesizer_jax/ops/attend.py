@@ -69,7 +69,8 @@ def attend(
     key is seen where all of these allow it; what stands at keys that no query sees is irrelevant, be it inf or NaN. bias
     [b|1, h|1, q|1, k] is added to the scores. dropout acts on the weights after normalisation. path: "auto" takes
     "shared" where it applies, else a fused kernel where there is one for the device (ops/fused.py says when), else "xla".
-    "flash" can be asked for on any device: without a TPU it is interpreted, which is slow.
+    "flash" can be asked for on any device: without a TPU it is interpreted, which is slow. Gradients of gradients and
+    forward-mode differentiation need "xla", the others have a gradient of their own.
 
     A mask of each sequence's own costs [b, h, q, k] even with scores that the batch shares: prefer key_mask, causal and
     segments where they say the same. One with batch axis 1 keeps the shared algorithm.

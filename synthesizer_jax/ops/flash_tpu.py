@@ -187,10 +187,23 @@ def _attention_backward(options, arrays, gradient):
     axes = _axes_of(arrays)
     gradients = (axes.query, axes.key, axes.values, axes.bias)
     run = activations.per_device(functools.partial(_backward, options), (axes, axes.values), gradients)
-    return (Arrays(*run(arrays, gradient)),)
+    return (Arrays(*_once(run, arrays, gradient)),)
 
 
 attention.defvjp(_attention_forward, _attention_backward)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _once(run, arrays, gradient):
+    return run(arrays, gradient)
+
+
+@_once.defjvp
+def _twice(run, primals, tangents):
+    raise NotImplementedError(
+        "attention: the gradient of the fused kernel can't be differentiated again; use path='xla', as in "
+        "MultiHead(scores, path='xla')"
+    )
 
 
 def _axes_of(arrays):
@@ -311,8 +324,8 @@ def fits(arrays: Arrays, vmem: int) -> bool:
     return plan(sizes, budget(vmem)) is not None
 
 
-def sizes_of(query, key, values, itemsize, bias):
-    """What the kernel makes of these shapes: lanes filled by groups of heads, lengths padded to whole tiles."""
+def sizes_of(query: tuple[int, ...], key: tuple[int, ...], values: tuple[int, ...], itemsize: int, bias: bool) -> Sizes:
+    """What the kernel makes of shapes [b, n, h, size]: lanes filled by groups of heads, lengths padded to whole tiles."""
     size = _lane_size(values[3])
     heads = max(_LANES // size, 1)
     rank = max(_lane_size(query[3]), _LANES // heads)
