@@ -109,7 +109,8 @@ def with_gradients(function, passes):
 
 
 def one_device(topology):
-    return jax.sharding.SingleDeviceSharding(topologies.topology(topology).devices[0])
+    mesh = jax.sharding.Mesh(topologies.topology(topology).devices[:1], ("device",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
 def figures(program, counter):
@@ -168,7 +169,8 @@ def compiled(mixer, batch, length, passes, sharding, packed=False, key_mask=Fals
         return with_gradients(lambda params, x: mixer(params, x, None, around), passes)(params, x, cotangent)
 
     jitted = jax.jit(run, in_shardings=sharding, out_shardings=sharding)
-    return jitted.lower(params, x, x, row).compile()
+    with jax.set_mesh(sharding.mesh):  # what is traced for
+        return jitted.lower(params, x, x, row).compile()
 
 
 def tpu_rows(options):

@@ -106,7 +106,8 @@ def compiled(function, spec, batch, length, sharding):
         return jax.grad(loss, argnums=(0, 1))(params, x)
 
     jitted = jax.jit(gradients, in_shardings=sharding, out_shardings=sharding)
-    return jitted.lower(params, tokens, tokens).compile()
+    with jax.set_mesh(sharding.mesh):  # what is traced for
+        return jitted.lower(params, tokens, tokens).compile()
 
 
 def largest_array(text):

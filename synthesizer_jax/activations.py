@@ -37,7 +37,6 @@ class Placement:
     overrides: Callable[[str], Table] = lambda path: {}  # of the parameter at this path, where its rules are its own
     parted: str | None = None  # the mesh axis that splits the batch into parts, of which one is seen
     device: Mapping[str, tuple[str, ...]] | None = None  # logical axes of which one device's part is seen
-    platform: str | None = None  # of the devices; None: JAX's default
 
     def mesh_axes(self, axis: str | None, path: str = "") -> tuple[str, ...]:
         """The mesh axes that split a logical axis, of the parameter at a path or of an activation."""
@@ -153,9 +152,15 @@ def as_rows(x: Shaped[Array, "*b e"]) -> Shaped[Array, "_rows e"]:
 
 def on_cpu() -> bool:
     """Whether what is traced here is to run on CPUs."""
-    placement = _placement.get()
-    platform = None if placement is None else placement.platform
-    return (platform or jax.default_backend()) == "cpu"
+    return device()[0] == "cpu"
+
+
+def device() -> tuple[str, str]:
+    """(platform, kind) of the devices that are traced for: those of the mesh that is set, otherwise JAX's default."""
+    mesh = jax.sharding.get_abstract_mesh()
+    found = None if mesh.empty else mesh.abstract_device
+    found = jax.devices()[0] if found is None else found
+    return found.platform, found.device_kind
 
 
 def shards(axis: str) -> int:

@@ -212,8 +212,7 @@ def shaped(mesh: Mesh, declared: Any, rules: Rules = Rules()) -> Any:
 @contextlib.contextmanager
 def on(mesh: Mesh, rules: Rules = Rules()) -> Iterator[None]:
     """Traced, called or lowered inside, functions have their activations on this mesh."""
-    platform = mesh.devices.flat[0].platform
-    with jax.set_mesh(mesh), activations.placed(activations.Placement(rules.table, rules.of, platform=platform)):
+    with jax.set_mesh(mesh), activations.placed(activations.Placement(rules.table, rules.of)):
         yield
 
 

@@ -119,7 +119,7 @@ def test_transformations_change_nothing(name):
 # What the compiler for TPU v5e makes of a layer
 
 
-def layer_program(spec, batch, length, masked=False, causal=True, shardings=None):
+def layer_program(spec, batch, length, masked=False, causal=True):
     """Outputs and gradients of attention, projections included, in bfloat16 with float32 parameters."""
     mixer = spec if isinstance(spec, sj.MultiHead) else sj.MultiHead(spec)
     declared = mixer.params(sj.Dims(FEATURES, HEADS, HEAD_DIM))
@@ -128,17 +128,17 @@ def layer_program(spec, batch, length, masked=False, causal=True, shardings=None
     )
     x = jax.ShapeDtypeStruct((batch, length, FEATURES), jnp.bfloat16)
     key_mask = jax.ShapeDtypeStruct((batch, length), jnp.bool_) if masked else None
-    if shardings is None:
-        device = topologies.topology("v5e:2x2").devices[0]
-        shardings = jax.sharding.SingleDeviceSharding(device)
+    mesh = jax.sharding.Mesh(topologies.topology("v5e:2x2").devices[:1], ("x",))
+    whole = NamedSharding(mesh, P())
 
     def run(params, x, cotangent, key_mask):
         around = Surroundings(causal=causal, key_mask=key_mask)
         y, transposed = jax.vjp(lambda params, x: mixer(params, x, None, around), params, x)
         return y, transposed(cotangent)
 
-    with jax.default_matmul_precision("default"):  # the tests' "highest" is six products in place of one
-        program = jax.jit(run, in_shardings=shardings, out_shardings=shardings).lower(params, x, x, key_mask).compile()
+    # The tests' "highest" precision is six products in place of one.
+    with jax.set_mesh(mesh), jax.default_matmul_precision("default"):
+        program = jax.jit(run, in_shardings=whole, out_shardings=whole).lower(params, x, x, key_mask).compile()
     return Module.parse(program.as_text())
 
 
@@ -186,7 +186,7 @@ def test_bytes_are_near_the_lower_bound(batch, length, masked, most):
 @pytest.mark.slow
 @needs_libtpu
 def test_bytes_are_a_seventh_of_dot_product_attention():
-    vanilla = layer_program(sj.DotProduct(), 128, 512)
+    vanilla = layer_program(sj.MultiHead(sj.DotProduct(), path="xla"), 128, 512)
     assert moved(random_program(128, 512, False)) < 0.14 * moved(vanilla)
     assert largest_buffer(vanilla) >= 128 * HEADS * 512**2
 

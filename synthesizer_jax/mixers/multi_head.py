@@ -80,8 +80,10 @@ class MultiHead(Mixer):
     def __call__(self, params, x, x_kv=None, around=Surroundings()):
         seen = self._seen(x, x_kv, around)
         scores = self.scores(params["scores"], x, seen.x, seen.q_positions, seen.k_positions)
-        values = self._values(params, seen.x, seen.k_positions)
-        return _merge_heads(params, attend(scores, values, dropout=around.dropout, path=self.path, **seen.masks(self)))
+        low_rank = scores.query is not None
+        values = self._values(params, seen.x, seen.k_positions, low_rank)
+        heads = attend(scores, values, dropout=around.dropout, path=self.path, **seen.masks(self))
+        return _merge_heads(params, heads, low_rank)
 
     def weights(self, params, x, x_kv=None, around=Surroundings()):
         seen = self._seen(x, x_kv, around)
@@ -176,8 +178,8 @@ class MultiHead(Mixer):
         cached = {"keys": features, "value": self._values(params, x, positions)}
         return jax.tree.map(lambda array: jnp.transpose(array, (0, 2, 3, 1)), cached)
 
-    def _values(self, params, x, positions):
-        return project(self.scores.value_inputs(params["scores"], x, positions), params["value"])
+    def _values(self, params, x, positions, as_matrix=True):
+        return project(self.scores.value_inputs(params["scores"], x, positions), params["value"], as_matrix)
 
     def _seen(self, x, x_kv, around):
         """Keys with their positions and masks: those of x itself, of a memory and x, or of another sequence."""
@@ -244,6 +246,9 @@ def _by_token(cached):
     return jax.tree.map(lambda array: jnp.transpose(array, (0, 3, 1, 2)), cached)
 
 
-def _merge_heads(params, heads):
+def _merge_heads(params, heads, as_matrix=True):
+    """Their sum through W_o; as_matrix as in scores.base.project."""
     h, d, e = params["out"].shape
+    if not as_matrix and not activations.on_cpu():
+        return jnp.einsum("bqhd,hde->bqe", heads, params["out"].astype(heads.dtype))
     return activations.linear(heads.reshape(*heads.shape[:2], h * d), params["out"].reshape(h * d, e))

@@ -36,7 +36,7 @@ def choose(path: str, scores, values, masks) -> str:
         if reason:
             raise ValueError(f"path: {path!r} can't serve these scores: {reason}; use path='auto'")
         return path
-    kind = {"tpu": "flash", "gpu": "cudnn"}.get(_device()[0])
+    kind = {"tpu": "flash", "gpu": "cudnn"}.get(activations.device()[0])
     if kind is None:
         return "xla"
     few = scores.query is not None and scores.query.shape[1] < _FEWEST_QUERIES
@@ -159,20 +159,12 @@ def _mesh_refusal():
 
 
 def _unknown(path):
-    kind = _device()[1]
+    kind = activations.device()[1]
     return f"there is no kernel for {kind}" if path == "flash" and kind not in flash_tpu.VMEM else None
 
 
-def _device():
-    """(platform, kind) of the devices that are traced for."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = None if mesh.empty else mesh.abstract_device
-    device = jax.devices()[0] if device is None else device
-    return device.platform, device.device_kind
-
-
 def _vmem():
-    return flash_tpu.VMEM.get(_device()[1], min(flash_tpu.VMEM.values()))
+    return flash_tpu.VMEM.get(activations.device()[1], min(flash_tpu.VMEM.values()))
 
 
 @functools.cache

@@ -319,9 +319,17 @@ def from_zero(positions: Array, size: int) -> Array:
     return jnp.where(positions < 0, size, positions)
 
 
-def project(x: Float[Array, "b q e"], weight: Float[Array, "e h r"]) -> Float[Array, "b q h r"]:
-    """x W for each head, in x's dtype."""
+def project(
+    x: Float[Array, "b q e"], weight: Float[Array, "e h r"], as_matrix: bool = True
+) -> Float[Array, "b q h r"]:
+    """x W for each head, in x's dtype.
+
+    as_matrix: as a product with [e, h * r], whose result a fused kernel for TPU takes as it lies. Otherwise XLA puts heads
+    before tokens, which its own products with a table [h, q, k] want.
+    """
     e, h, r = weight.shape
+    if not as_matrix and not activations.on_cpu():
+        return jnp.einsum("bqe,ehr->bqhr", x, weight.astype(x.dtype))
     return activations.linear(x, weight.reshape(e, h * r)).reshape(*x.shape[:2], h, r)
 
 
