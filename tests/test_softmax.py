@@ -136,3 +136,17 @@ def test_bfloat16_is_near_float32():
     for wide, narrow in zip(by_values_of(values), by_values_of(values.astype(jnp.bfloat16)), strict=True):
         # Weights, values and outputs are rounded to 2^-9 of themselves, and a gradient is a sum of some tens of them.
         assert np.linalg.norm(np.asarray(wide - narrow.astype(jnp.float32))) <= 2**-6 * np.linalg.norm(wide)
+
+
+def test_a_row_with_one_key_has_no_gradient_at_all():
+    """Not even that of rounding: Adafactor would make steps of its size out of it."""
+    logits, bias, values = draw(B, H, Q, K), draw(1, H, Q, K), draw(B, K, H, D)
+    first = jnp.arange(K)[None, None, None] == 0
+    for dtype in (jnp.float32, jnp.bfloat16):
+
+        def loss(logits, bias):
+            out = softmax_product(logits, bias, first, values.astype(dtype))
+            return jnp.sum(out.astype(jnp.float32) * draw(B, Q, H, D, seed=3))
+
+        for gradient in jax.jit(jax.grad(loss, argnums=(0, 1)))(logits, bias):
+            assert not gradient.any()
