@@ -22,6 +22,7 @@ from synthesizer_jax.scores.base import Parameters, take_positions
 
 Caches = tuple[dict[str, Cache], ...]  # of each layer
 
+_FEW_LAYERS = 4
 _ATTENDED = "attended"  # what comes out of attention
 _REMAT = {
     "full": None,
@@ -297,7 +298,10 @@ class Stack(nnx.Module):
                 outs.append(out)
             return carry, _stack_or_tuple(outs)
         step = self._remat(self._with_layer(body, nnx.graphdef(self.layers)))
-        return jax.lax.scan(step, carry, (nnx.state(self.layers), per_layer))
+        # On a CPU a loop over few layers costs more than it saves: what each keeps for the gradient is copied into one array.
+        few = self.config.remat == "none" and self.depth <= _FEW_LAYERS
+        unrolled = self.depth if few and activations.on_cpu() else 1
+        return jax.lax.scan(step, carry, (nnx.state(self.layers), per_layer), unroll=unrolled)
 
     def _with_layer(self, body, graph):
         """body as a function of a layer's parameters, which are gathered inside: what is computed again gathers again."""

@@ -319,9 +319,7 @@ def from_zero(positions: Array, size: int) -> Array:
     return jnp.where(positions < 0, size, positions)
 
 
-def project(
-    x: Float[Array, "b q e"], weight: Float[Array, "e h r"], as_matrix: bool = True
-) -> Float[Array, "b q h r"]:
+def project(x: Float[Array, "b q e"], weight: Float[Array, "e h r"], as_matrix: bool = True) -> Float[Array, "b q h r"]:
     """x W for each head, in x's dtype.
 
     as_matrix: as a product with [e, h * r], whose result a fused kernel for TPU takes as it lies. Otherwise XLA puts heads
