@@ -431,7 +431,10 @@ INTRODUCTION = """Made by `python benchmarks/pods.py`, which calls `python -m sy
 without a TPU. Numbers are the TPU compiler's, or read off the program that it made (loops count as often as they run), of one
 device and one step: a chip, but half a chip of v3. **Nothing here was run on a TPU.** Memory is in GiB. *Memory moved* is what the
 program reads from and writes to HBM, without padding; *sent* is what a device sends in the collectives by ring algorithms.
-*program / model FLOPs* is above 1 where activations are computed again. Activations are bfloat16, parameters float32."""
+*program / model FLOPs* is above 1 where activations are computed again. Activations are bfloat16, parameters float32.
+
+All rows are older than the fused kernel for V and mixtures, the packed softmax of R and the caches of decoding that
+[performance.md](performance.md) describes: today's programs move less, and rows with "decode" compile longer."""
 PAPER = """experiments/c4, 512 input and 114 target tokens, packed, batch 128; on v3:2x2, which the paper names, with every layer
 recomputed (REMAT = "full"). Decoding is that of a whole batch, up to the last token. In D+V, dense and
 dot product share a query: it stands in the traced model twice, and the compiler computes it once."""
