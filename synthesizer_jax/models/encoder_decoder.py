@@ -13,26 +13,20 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from synthesizer_jax.models.config import EncoderDecoderConfig
+from synthesizer_jax.models.generative import Generative
 from synthesizer_jax.models.transformer import (
     Context,
     DecoderLayer,
     Layer,
     Stack,
-    add_positions,
     check_packing,
     check_positions_reach,
-    computed_once,
-    lm_head,
-    next_positions,
-    position_table,
-    softmax_factors,
-    token_logits,
 )
 from synthesizer_jax.nn.layers import Embedding
 from synthesizer_jax.ops.attend import mask_as_bias
 
 
-class EncoderDecoder(nnx.Module):
+class EncoderDecoder(Generative):
     """Logits of target tokens given input tokens and the target tokens before.
 
     Token 0 is padding in the encoder and the start of the sequence in the decoder. Build under jit or eval_shape where
@@ -44,9 +38,7 @@ class EncoderDecoder(nnx.Module):
         self.embedding = Embedding(config.vocab_size, config.features, rngs=rngs, param_dtype=config.param_dtype)
         self.encoder = Stack(Layer, config.encoder_layers, config.encoder_attention, False, config, rngs=rngs)
         self.decoder = Stack(DecoderLayer, config.decoder_layers, config.decoder_attention, True, config, rngs=rngs)
-        self.lm_head = lm_head(config, rngs)
-        self.position_embedding = position_table(config, rngs)
-        self.columns = nnx.data(None)  # the embedding's transpose, in decoding
+        self._add_head(config, rngs)
 
     def __call__(
         self,
@@ -82,10 +74,6 @@ class EncoderDecoder(nnx.Module):
         )
         x = self.decoder(self._embed(decoder_input_tokens, decoder_positions), context, decoder_key)
         return self._logits(x) if as_logits else x
-
-    def softmax(self, x: Float[Array, "b q e"]) -> tuple[Float[Array, "b q e"], Float[Array, "v e"]]:
-        """What logits are the products of: vectors and the rows of a table, made of the vectors x of as_logits=False."""
-        return softmax_factors(x, self.embedding, self.lm_head)
 
     def attention_weights(
         self, encoder_input_tokens: Int[Array, "b k"], decoder_input_tokens: Int[Array, "b q"]
@@ -136,43 +124,5 @@ class EncoderDecoder(nnx.Module):
         layers = tuple(layer.init_cache(encoded, mask, max_length) for layer in self.decoder.each_layer())
         return {"layers": layers, "encoder_mask": mask, "index": jnp.zeros((), jnp.int32)}
 
-    def for_decoding(self) -> "EncoderDecoder":
-        """This model with what each step reads made once, before a loop over steps; to be called under the same jit.
-
-        Without it a step takes the layers out of their stack and transposes the embedding itself: on CPUs half of its cost.
-        """
-        graph, state = nnx.split(self)
-        model = nnx.merge(graph, state)
-        model.decoder = self.decoder.unstacked()
-        if self.lm_head is None:
-            model.columns = nnx.Variable(computed_once(self.embedding.embedding[...].T))
-        return model
-
-    def grow_cache(self, cache: dict, max_length: int) -> dict:
-        """The cache with room for max_length tokens in all."""
-        check_positions_reach(self.position_embedding, max_length)
-        return cache | {"layers": self.decoder.grow_caches(cache["layers"], max_length)}
-
-    def decode_step(self, tokens: Int[Array, "b s"], cache: dict) -> tuple[Float[Array, "b s v"], dict]:
-        """Logits [b, s, v] after the next s tokens [b, s] (the very first is 0), and the cache with them."""
-        x, cache = self._step(tokens, cache, None)
-        return self._logits(x), cache
-
-    def prefill(self, tokens: Int[Array, "b s"], cache: dict, kept: Int[Array, ""] | None = None) -> dict:
-        """The cache with the first `kept` of the next s tokens [b, s], None: with all, in one pass and without logits."""
-        return self._step(tokens, cache, kept)[1]
-
-    def _step(self, tokens, cache, kept):
-        index = cache["index"]
-        context = Context(encoder_bias=mask_as_bias(cache["encoder_mask"][:, None, None, :]), kept=kept)
-        x, layers = self.decoder.step(
-            self._embed(tokens, next_positions(index, tokens)), cache["layers"], index, context
-        )
-        return x, cache | {"layers": layers, "index": index + (tokens.shape[1] if kept is None else kept)}
-
-    def _embed(self, tokens, positions=None):
-        return add_positions(self.embedding(tokens, self.config.compute_dtype), self.position_embedding, positions)
-
-    def _logits(self, x):
-        columns = None if self.columns is None else self.columns[...]
-        return token_logits(x, self.embedding, self.lm_head, columns)
+    def _step_context(self, cache, kept):
+        return Context(encoder_bias=mask_as_bias(cache["encoder_mask"][:, None, None, :]), kept=kept)
