@@ -29,7 +29,7 @@ import synthesizer_jax as sj
 from synthesizer_jax.analysis import topologies, traffic
 from synthesizer_jax.analysis.hlo import Module
 from synthesizer_jax.nn.attention import as_mixer
-from synthesizer_jax.ops import flash_tpu
+from synthesizer_jax.ops import flash_plan
 from synthesizer_jax.scores.base import Scores
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.optimizer import Adafactor, Constant
@@ -44,7 +44,7 @@ GB, GiB, MiB = 1e9, 2**30, 2**20
 
 
 def kernel_vmem(topology):
-    return flash_tpu.VMEM[topologies.topology(topology).devices[0].device_kind]
+    return flash_plan.VMEM[topologies.topology(topology).devices[0].device_kind]
 
 
 def compiled(function, shapes, topology):
@@ -73,7 +73,7 @@ def figures(program, seconds, count):
 def plans_of(batch, length, topology):
     """The kernel's blocks of both passes."""
     rows = (batch, length, HEADS, HEAD_DIM)
-    return flash_tpu.plan(flash_tpu.sizes_of(rows, rows, rows, 2, True), flash_tpu.budget(kernel_vmem(topology)))
+    return flash_plan.plan(flash_plan.sizes_of(rows, rows, rows, 2, True), flash_plan.budget(kernel_vmem(topology)))
 
 
 def bare(batch, length, path, topology):

@@ -16,9 +16,10 @@ import synthesizer_jax as sj
 from synthesizer_jax import activations, sharding
 from synthesizer_jax.analysis import topologies
 from synthesizer_jax.analysis.hlo import Module
-from synthesizer_jax.ops import flash_tpu, fused
+from synthesizer_jax.ops import flash_plan, flash_tpu, fused
 from synthesizer_jax.ops.attend import _Masks
-from synthesizer_jax.ops.flash_tpu import Arrays, MiB, Options
+from synthesizer_jax.ops.flash_plan import MiB
+from synthesizer_jax.ops.flash_tpu import Arrays, Options
 from synthesizer_jax.scores.base import Scores
 
 TOLERANCE = 2e-6  # of the array's size: float32 at highest precision; measured at most 1e-6
@@ -133,8 +134,8 @@ def test_blocks_groups_and_tiles_equal_the_general_path(case):
 def test_the_cases_have_several_blocks_and_tiles():
     """Otherwise the test above would show little."""
     plans = [
-        flash_tpu.plan(
-            flash_tpu.sizes_of((b, q, h, r), (b, k, h, r), (b, k, h, d), 4, bias), flash_tpu.budget(vmem * MiB)
+        flash_plan.plan(
+            flash_plan.sizes_of((b, q, h, r), (b, k, h, r), (b, k, h, d), 4, bias), flash_plan.budget(vmem * MiB)
         )
         for (b, q, k, h, r, d, bias), _, vmem in CASES.values()
     ]

@@ -12,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import synthesizer_jax as sj
 from synthesizer_jax.analysis import topologies, traffic
 from synthesizer_jax.analysis.hlo import Module
-from synthesizer_jax.ops import flash_tpu
-from synthesizer_jax.ops.flash_tpu import Arrays, MiB, Options
+from synthesizer_jax.ops import flash_kernels, flash_plan, flash_tpu
+from synthesizer_jax.ops.flash_plan import MiB
+from synthesizer_jax.ops.flash_tpu import Arrays, Options
 from synthesizer_jax.scores.base import Scores
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.optimizer import Adafactor, Constant
@@ -47,7 +48,7 @@ def both_passes(attention):
 
 
 def by_kernel(topology, causal, mask):
-    vmem = flash_tpu.VMEM[topologies.topology(topology).devices[0].device_kind]
+    vmem = flash_plan.VMEM[topologies.topology(topology).devices[0].device_kind]
 
     def attention(marks, *arrays):
         own = {"key_mask": (marks, None, None), "segments": (None, marks, marks), None: (None,) * 3}[mask]
@@ -60,7 +61,7 @@ def by_xla(marks, query, key, values, bias):
     return sj.attend(Scores(query=query, key=key, bias=bias[None]), values, causal=True, path="xla")
 
 
-@pytest.mark.parametrize("topology", ["v4:2x2x1", V5E, "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("topology", ["v4:2x2x1", V5E, "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize(
     "sizes,dtype,causal,mask",
     [
@@ -73,7 +74,7 @@ def by_xla(marks, query, key, values, bias):
 )
 def test_it_compiles_within_the_planned_vmem(monkeypatch, topology, sizes, dtype, causal, mask):
     """With no byte more than the formula says, libtpu finds room for each pass."""
-    monkeypatch.setattr(flash_tpu, "_limit", lambda blocks, vmem: blocks.vmem)
+    monkeypatch.setattr(flash_kernels, "limit", lambda blocks, vmem: blocks.vmem)
     shapes = shapes_of(*sizes, jnp.dtype(dtype))
     marks = jax.ShapeDtypeStruct(sizes[:2], jnp.bool_ if mask == "key_mask" else jnp.int32)
     program = compiled(both_passes(by_kernel(topology, causal, mask)), (*shapes, marks), topology)
@@ -82,7 +83,7 @@ def test_it_compiles_within_the_planned_vmem(monkeypatch, topology, sizes, dtype
 
 def test_too_little_vmem_is_noticed(monkeypatch):
     """The test above can fail."""
-    monkeypatch.setattr(flash_tpu, "_limit", lambda blocks, vmem: blocks.vmem // 16)
+    monkeypatch.setattr(flash_kernels, "limit", lambda blocks, vmem: blocks.vmem // 16)
     with pytest.raises(jax.errors.JaxRuntimeError, match="(?i)vmem|scoped"):
         compiled(both_passes(by_kernel(V5E, True, None)), shapes_of(2, 512, 2, 64, 64, jnp.bfloat16), V5E)
 
@@ -90,13 +91,13 @@ def test_too_little_vmem_is_noticed(monkeypatch):
 @pytest.mark.parametrize("vmem", [16, 64, 128])
 @pytest.mark.parametrize("length", [128, 640, 1024, 4096])
 def test_a_plan_fits_and_divides(vmem, length):
-    sizes = flash_tpu.sizes_of((6, length, 12, 64), (6, length, 12, 64), (6, length, 12, 64), 2, True)
-    found = flash_tpu.plan(sizes, flash_tpu.budget(vmem * MiB))
+    sizes = flash_plan.sizes_of((6, length, 12, 64), (6, length, 12, 64), (6, length, 12, 64), 2, True)
+    found = flash_plan.plan(sizes, flash_plan.budget(vmem * MiB))
     if found is None:
         assert vmem == 16 and length == 4096, "a row of 4,096 keys for two heads does not fit into a v4's 16 MiB"
         return
     for blocks in found:
-        assert blocks.vmem <= flash_tpu.budget(vmem * MiB)
+        assert blocks.vmem <= flash_plan.budget(vmem * MiB)
         assert sizes.q_length % blocks.queries == 0 and sizes.batch % blocks.tile == 0
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from synthesizer_jax import activations
-from synthesizer_jax.ops import flash_tpu
+from synthesizer_jax.ops import flash_plan, flash_tpu
 
 _FEWEST_QUERIES = 16  # a decoding step reads keys and values once either way
 
@@ -88,7 +88,7 @@ def _factors(scores, values, rule):
         return query, key, None
     bias = 0.0 if scores.bias is None else scores.bias[0]
     if rule is not None:
-        bias = jnp.where(rule[0], bias, flash_tpu.MASKED)
+        bias = jnp.where(rule[0], bias, flash_plan.MASKED)
     return query, key, jnp.broadcast_to(bias, (h, query.shape[1], k)).astype(jnp.float32)
 
 
@@ -123,7 +123,7 @@ def _flash_refusal(scores, values, masks):
         for x in (scores.query, scores.key)
     ]
     if not flash_tpu.fits(flash_tpu.Arrays(*shapes, values, bias), _vmem()):
-        return f"a block of queries with {k} keys does not fit into {_vmem() / flash_tpu.MiB:.0f} MiB of VMEM"
+        return f"a block of queries with {k} keys does not fit into {_vmem() / flash_plan.MiB:.0f} MiB of VMEM"
     return None
 
 
@@ -160,11 +160,11 @@ def _mesh_refusal():
 
 def _unknown(path):
     kind = activations.device()[1]
-    return f"there is no kernel for {kind}" if path == "flash" and kind not in flash_tpu.VMEM else None
+    return f"there is no kernel for {kind}" if path == "flash" and kind not in flash_plan.VMEM else None
 
 
 def _vmem():
-    return flash_tpu.VMEM.get(activations.device()[1], min(flash_tpu.VMEM.values()))
+    return flash_plan.VMEM.get(activations.device()[1], min(flash_plan.VMEM.values()))
 
 
 @functools.cache
