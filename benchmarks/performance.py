@@ -34,7 +34,13 @@ SECTIONS = (
         "Attention, for TPU",
         "Causal layers with their projections in bfloat16, parameters in float32, 12 heads of 64. HBM is what moves to and from "
         "main memory. The bound is every array read and written once.",
-        "attention.py --measures tpu --lengths 512 2048 --passes both",
+        "attention.py --measures tpu --lengths 512 --batch 128 --passes both --variants V R FR R+V D+V",
+    ),
+    Section(
+        "attention_tpu_long",
+        "Longer attention, for TPU",
+        "The same at 8 x 2048. What fits the chip's own memory costs nothing, so that less than the bound may move.",
+        "attention.py --measures tpu --lengths 2048 --batch 8 --passes both --variants V R FR R+V D+V",
     ),
     Section(
         "attention_cpu",
