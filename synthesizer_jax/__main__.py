@@ -21,7 +21,6 @@ from etils import epath
 try:
     from synthesizer_jax import launch
     from synthesizer_jax.training import distributed
-    from synthesizer_jax.training.logging import say_what_is_logged
 except ModuleNotFoundError as missing:
     if missing.name and missing.name.startswith("synthesizer_jax"):
         raise
@@ -123,7 +122,7 @@ def _run(arguments: argparse.Namespace, bindings: Sequence[str]) -> None:
         jax.config.update("jax_platforms", "cpu")  # a TPU that is here stays free
     elif arguments.command != "costs":
         _start_tensorflow()
-    say_what_is_logged()
+        importlib.import_module("synthesizer_jax.training.logging").say_what_is_logged()
     search_paths = _split(arguments.gin_search_paths)
     bindings = [*bindings, *_compile_bindings(arguments)]
     plan = launch.make_plan(arguments.command, arguments.gin_file, bindings, search_paths)

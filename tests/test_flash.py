@@ -262,7 +262,7 @@ def test_auto_takes_the_kernel_on_tpus_and_says_why_not(caplog):
     pytest.importorskip("libtpu")
     fused._tell.cache_clear()
     caplog.set_level(logging.INFO, logger="synthesizer_jax.ops.fused")
-    arrays, _ = drawn(2, 32, 32, 2, 8, 8)
+    arrays, _ = drawn(2, 64, 64, 2, 8, 8)
     query, key, values, bias = arrays
     scores = Scores(query=query, key=key, bias=bias[None])
     own = Scores(query=query, key=key, bias=jnp.stack([bias, bias]))
@@ -272,12 +272,12 @@ def test_auto_takes_the_kernel_on_tpus_and_says_why_not(caplog):
     reasons = {
         "there is no kernel for TPU v3": chosen("v3:2x2", scores, values),
         "each sequence has a bias of its own": chosen("v5e:2x2", own, values),
-        "fewer than 16 queries": chosen("v5e:2x2", Scores(query=query[:, :1], key=key), values),
+        "fewer than 64 queries or keys": chosen("v5e:2x2", Scores(query=query[:, :1], key=key), values),
         "numbers are float16": chosen(
             "v5e:2x2", Scores(*(x.astype(jnp.float16) for x in (query, key))), values.astype("float16")
         ),
         "does not fit into 16 MiB": chosen("v4:2x2x1", *long()),
-        "a mask of its own": chosen("v5e:2x2", scores, values, mask=jnp.ones((2, 1, 32, 32), bool)),
+        "a mask of its own": chosen("v5e:2x2", scores, values, mask=jnp.ones((2, 1, 64, 64), bool)),
     }
     assert set(reasons.values()) == {"xla"}
     messages = [record.getMessage() for record in caplog.records]
@@ -293,7 +293,7 @@ def long():
 
 def test_a_mesh_that_is_not_ours_needs_shard_map():
     pytest.importorskip("libtpu")
-    arrays, _ = drawn(2, 32, 32, 2, 8, 8, bias=False)
+    arrays, _ = drawn(2, 64, 64, 2, 8, 8, bias=False)
     scores, values = Scores(*arrays[:2]), arrays[2]
     devices = np.array(topologies.topology("v5e:2x2").devices[:2])
     mesh = Mesh(devices, ("x",), axis_types=(AxisType.Auto,))

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from synthesizer_jax import activations
 from synthesizer_jax.ops import flash_plan, flash_tpu
 
-_FEWEST_QUERIES = 16  # a decoding step reads keys and values once either way
+_FEWEST = 64  # tokens, queries or keys: the kernel fills up to 128, and of few logits little is to be saved
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ def choose(path: str, scores, values, masks) -> str:
     kind = {"tpu": "flash", "gpu": "cudnn"}.get(activations.device()[0])
     if kind is None:
         return "xla"
-    few = scores.query is not None and scores.query.shape[1] < _FEWEST_QUERIES
-    reason = general or (f"there are fewer than {_FEWEST_QUERIES} queries" if few else None) or _unknown(kind)
+    few = scores.query is not None and min(scores.query.shape[1], values.shape[1]) < _FEWEST
+    reason = general or (f"there are fewer than {_FEWEST} queries or keys" if few else None) or _unknown(kind)
     reason = reason or _mesh_refusal() or refusals[kind](scores, values, masks)
     _tell("xla" if reason else kind, reason or "scores with a low-rank part and no bias of each sequence's own")
     return "xla" if reason else kind
