@@ -347,3 +347,8 @@ def test_around_cudnn(case):
 
     found = value_and_gradients(run, arrays, cotangent)
     assert_equal(found, value_and_gradients(functools.partial(by_attend, "xla", masks), arrays, cotangent))
+    if case == "segments":
+        hidden = (masks["k_segments"] == 0)[:, :, None, None]
+        poisoned = [jnp.where(hidden, jnp.nan, x) for x in arrays[1:3]]
+        for one, other in zip(value_and_gradients(run, (arrays[0], *poisoned, None), cotangent), found, strict=True):
+            np.testing.assert_array_equal(one, other)

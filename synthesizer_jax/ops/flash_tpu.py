@@ -119,8 +119,8 @@ def _anywhere(options, run, *arrays):
 
 
 def _static(options, arrays):
-    query, key, values, bias = arrays[:4]
-    sizes = sizes_of(query.shape, key.shape, values.shape, values.dtype.itemsize, bias is not None)
+    query, key, values = arrays[:3]
+    sizes = _sizes(arrays)
     found = plan(sizes, budget(options.vmem))
     if found is None:
         raise ValueError(
@@ -178,9 +178,12 @@ def _marks(static, arrays):
 
 def fits(arrays: Arrays, vmem: int) -> bool:
     """Whether the kernel can be planned for arrays of these shapes, those of one device, see `attention`."""
+    return plan(_sizes(arrays), budget(vmem)) is not None
+
+
+def _sizes(arrays):
     query, key, values, bias = arrays[:4]
-    sizes = sizes_of(query.shape, key.shape, values.shape, values.dtype.itemsize, bias is not None)
-    return plan(sizes, budget(vmem)) is not None
+    return sizes_of(query.shape, key.shape, values.shape, values.dtype.itemsize, bias is not None)
 
 
 def _pad(x, missing):

@@ -63,8 +63,9 @@ def cudnn(query, key, values, bias, masks, implementation="cudnn") -> Float[Arra
     own = masks.own()
     if own is not None:  # it takes masks of its own with all queries
         own = jnp.broadcast_to(own, (values.shape[0], 1, query.shape[1], key.shape[1]))
-    if masks.key_mask is not None:
-        key, values = (jnp.where(masks.key_mask[:, :, None, None], x, 0) for x in (key, values))
+    for seen in (masks.key_mask, None if masks.k_segments is None else masks.k_segments > 0):
+        if seen is not None:  # what stands at padding may be inf or NaN
+            key, values = (jnp.where(seen[:, :, None, None], x, 0) for x in (key, values))
     if bias is not None:
         bias = bias[None].astype(query.dtype)
     out = jax.nn.dot_product_attention(
@@ -164,7 +165,7 @@ def _unknown(path):
 
 
 def _vmem():
-    return flash_plan.VMEM.get(activations.device()[1], min(flash_plan.VMEM.values()))
+    return flash_plan.VMEM.get(activations.device()[1], flash_plan.SMALLEST_VMEM)
 
 
 @functools.cache

@@ -23,7 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from synthesizer_jax import activations
 from synthesizer_jax.axes import BATCH, HEADS, contract
-from synthesizer_jax.ops.shared_softmax import MASKED, exponentials, inner, inverse_of, lowest, row_max
+from synthesizer_jax.ops.shared_softmax import exponentials, inner, inverse_of, lowest, row_max
+from synthesizer_jax.ops.softmax import MASKED
 from synthesizer_jax.scores.base import entries
 
 _SHORTEST = 16  # tokens of the smallest blocks

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from synthesizer_jax import activations
 from synthesizer_jax.axes import BATCH, contract
+from synthesizer_jax.ops.softmax import MASKED
 
 # Nats below the row's maximum at which scores shared by the batch end.
 FLOOR = 100.0
@@ -23,7 +24,6 @@ FLOOR = 100.0
 # Scale of the shared exponentials, exactly a power of 2. Entries lie between 2^40 e^-100 = 4e-32 and 2^40, so that sums,
 # their reciprocals and gradients from 1e-23 up are all normal numbers in float32 and bfloat16.
 _SCALE = 2.0**40
-MASKED = float(jnp.finfo(jnp.float32).min)
 
 
 @jax.custom_vjp
