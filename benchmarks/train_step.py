@@ -1,7 +1,7 @@
 """Training steps on CPU: ours with every kind of attention, and T5 of Hugging Face transformers in torch, in one process.
 
 python benchmarks/train_step.py [--size mini] [--attention V R R+V ...] [--optimizer adamw | adafactor] [--steps 15]
-    [--dropout 0.0] [--huge_pages] [--json FILE]
+    [--dropout 0.0] [--fresh_memory | --huge_pages] [--json FILE]
 
 Needs `pip install 'synthesizer_jax[benchmarks]'` for torch and transformers; without them it measures ours alone. Both
 sides have the same sizes, numbers of parameters (checked), batches, float32, dropout, class of optimizer and number of
@@ -12,7 +12,9 @@ torch: T5ForConditionalGeneration in train mode, called with attention_mask, dec
 attention and once with torch's fused attention ("sdpa"); the faster is the opponent. Its AdamW is the fused one. Dropout is 0
 unless given, as torch's masks cost more than ours, which all positions share.
 
---huge_pages: the program starts again with glibc's malloc asking for huge pages, for both sides.
+Both sides profit from memory that the process keeps from step to step, as our Trainer asks of glibc (training/cpu.py).
+--fresh_memory: neither does, as the program starts again with glibc's and JAX's defaults. --huge_pages: the same, with
+malloc asking for huge pages.
 """
 
 import argparse
@@ -50,6 +52,7 @@ OPTIONS = {
     "Linformer": "rank=64",
 }  # where the name alone does not say all
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
+FRESH = "glibc.malloc.hugetlb=0"  # glibc's default; that it is said keeps the Trainer from asking
 RATE = 1e-4
 PAUSE = 0.05  # seconds; OpenMP's threads spin for a while after their work
 
@@ -247,10 +250,11 @@ def ratio(name, other, seconds):
 
 def setting(options):
     packages = ("jax", "flax", "torch", "transformers")
-    chosen = {name: getattr(options, name) for name in ("size", "optimizer", "dropout", "steps", "huge_pages")}
+    chosen = {name: getattr(options, name) for name in ("size", "optimizer", "dropout", "steps")}
     return {
         "command": "python benchmarks/train_step.py " + " ".join(sys.argv[1:]),
         **chosen,
+        "memory": "fresh" if options.fresh_memory else "fresh, huge pages" if options.huge_pages else "kept",
         "sizes": dataclasses.asdict(SIZES[options.size]),
         "threads": len(os.sched_getaffinity(0)),
         "versions": {name: importlib.metadata.version(name) for name in packages[: 4 if torch else 2]},
@@ -262,7 +266,7 @@ def show(result):
     sizes = ", ".join(f"{name} {value}" for name, value in chosen["sizes"].items())
     versions = ", ".join(f"{name} {version}" for name, version in chosen["versions"].items())
     print(f"\n`{chosen['command']}`\n\n{sizes}; float32, {chosen['optimizer']}, dropout {chosen['dropout']}, ", end="")
-    print(f"{chosen['threads']} threads, huge pages {'on' if chosen['huge_pages'] else 'off'}; {versions}\n")
+    print(f"{chosen['threads']} threads, {chosen['memory']} memory; {versions}\n")
     print("| | parameters | ms a step, median | quartiles | tokens/s |\n|---|---|---|---|---|")
     for row in result["contestants"]:
         low, high = (f"{1e3 * value:.0f}" for value in row["quartiles"])
@@ -274,13 +278,10 @@ def show(result):
         print(f"| {row['name']} / {row['beside']} | {row['speed']:.2f} | {middle}, {low} to {high} |")
 
 
-def with_huge_pages():
-    """This program once more, in an environment where malloc asks for huge pages."""
-    others = [tunable for tunable in (os.environ.get("GLIBC_TUNABLES"),) if tunable]
-    if HUGE_PAGES in others:
-        return
-    environment = os.environ | {"GLIBC_TUNABLES": ":".join([*others, HUGE_PAGES])}
-    os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+def again(**environment):
+    """This program once more, in this environment, unless it is there."""
+    if any(os.environ.get(name) != value for name, value in environment.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
 
 
 def main():
@@ -291,11 +292,14 @@ def main():
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=15, help="rounds that are measured")
     parser.add_argument("--warmup", type=int, default=3, help="steps before")
-    parser.add_argument("--huge_pages", action="store_true")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--fresh_memory", action="store_true")
+    memory.add_argument("--huge_pages", action="store_true")
     parser.add_argument("--json", help="a file for the figures")
     options = parser.parse_args()
-    if options.huge_pages:
-        with_huge_pages()
+    if options.fresh_memory or options.huge_pages:
+        tunable = HUGE_PAGES if options.huge_pages else FRESH
+        again(GLIBC_TUNABLES=tunable, JAX_CPU_ENABLE_ASYNC_DISPATCH="1")
     result = figures(contestants(options), options)
     show(result)
     if options.json:

@@ -17,6 +17,7 @@ from synthesizer_jax.models import parameters
 from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, ENCODER_ONLY, BatchKeys
 from synthesizer_jax.models.config import ModelConfig
 from synthesizer_jax.models.parameters import Declared
+from synthesizer_jax.training import cpu
 from synthesizer_jax.training.loss import (
     LossSums,
     check_chunks,
@@ -25,6 +26,8 @@ from synthesizer_jax.training.loss import (
     cross_entropy,
 )
 from synthesizer_jax.training.optimizer import Optimizer, declare_state
+
+cpu.run_where_called()  # JAX reads it when it first uses its CPU devices, which a mesh does before a Trainer has it
 
 Batch = Mapping[str, Int[Array, "b *t"]]
 Metrics = dict[str, Array]
@@ -126,6 +129,7 @@ class Trainer:
         non_padding_fraction/encoder, /decoder or both.
         """
         transformation, keys = self._transformation(), self.config.batch
+        cpu.keep_memory(self.mesh)
 
         def step(state, batch):
             check_batch(batch, keys)
