@@ -35,6 +35,11 @@ needs_libtpu = pytest.mark.skipif(
 # A column of the mask, that long sequences take, gives what its own contraction gives
 
 
+def columns(monkeypatch, forward, backward):
+    monkeypatch.setattr(shared_softmax, "_a_column_forward", lambda values: forward)
+    monkeypatch.setattr(shared_softmax, "_a_column_backward", lambda values: backward)
+
+
 @functools.partial(jax.jit, static_argnames=("causal", "dtype"))
 def gradients(tree, key_mask, cotangent, causal, dtype=jnp.float32):
     def loss(tree):
@@ -47,7 +52,7 @@ def gradients(tree, key_mask, cotangent, causal, dtype=jnp.float32):
 
 @pytest.mark.parametrize("name", [name for name, (_, mask, _) in ADVERSARIAL.items() if mask is not None])
 def test_long_sequences_equal_the_oracle_on_hard_tables(name, monkeypatch):
-    monkeypatch.setattr(shared_softmax, "_is_long", lambda values: True)
+    columns(monkeypatch, forward=True, backward=True)
     gradients.clear_cache()
     table, key_mask, causal = ADVERSARIAL[name]
     tree, cotangent = {"table": table, "values": draw((3, 6, 2, 3), 1)}, draw((3, 6, 2, 3), 2)
@@ -63,11 +68,12 @@ def test_long_sequences_equal_the_oracle_on_hard_tables(name, monkeypatch):
     assert oracle.relative_error(found["table"], expected_gradients["table"], floor=1.0) < TOLERANCE
 
 
-@pytest.mark.parametrize("long", [False, True], ids=["", "long"])
+@pytest.mark.parametrize("backward", [False, True], ids=["", "column_backward"])
+@pytest.mark.parametrize("forward", [False, True], ids=["", "column_forward"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "key_mask"])
-def test_gradients_in_bfloat16_are_those_of_float32_rounded(masked, long, monkeypatch):
+def test_gradients_in_bfloat16_are_those_of_float32_rounded(masked, forward, backward, monkeypatch):
     """Values of about 8, so that a row's gradients cancel."""
-    monkeypatch.setattr(shared_softmax, "_is_long", lambda values: long)
+    columns(monkeypatch, forward, backward)
     gradients.clear_cache()
     tree = {"table": draw((2, 32, 32), 0), "values": draw((2, 32, 2, 16), 1) + 8}
     key_mask, cotangent = np.arange(32) < np.array([[32], [20]]), draw((2, 32, 2, 16), 2)
@@ -172,7 +178,7 @@ def random_program(batch, length, masked):
     "batch,length,masked,most",
     [
         (128, 512, False, 1.15),
-        (8, 2048, True, 1.7),
+        (8, 2048, True, 1.2),  # asked: 1.7
         pytest.param(128, 512, True, 1.5, marks=pytest.mark.slow),
         pytest.param(8, 2048, False, 1.35, marks=pytest.mark.slow),
     ],

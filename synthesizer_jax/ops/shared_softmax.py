@@ -47,7 +47,7 @@ def _forward(table, values, key_mask, common):
     if key_mask is None:
         numerator = contract("hqk,bkhd->bqhd", e, seen)
         denominator = jnp.sum(e, axis=-1, dtype=jnp.float32).T[None]  # [1, q, h]: each sequence has all keys
-    elif _is_long(values):
+    elif _a_column_forward(values):
         both = contract("hqk,bkhd->bqhd", e, _with_columns(seen, key_mask[:, :, None]))
         numerator, denominator = both[..., :-1], both[..., -1]
     else:
@@ -70,7 +70,7 @@ def _backward(residuals, gradient):
     else:
         corrections = jnp.stack(_parts(inner(scaled, out), values.dtype), axis=-1)  # [b, q, h, 1|2]
         columns = jnp.broadcast_to(key_mask[:, :, None], (*key_mask.shape, corrections.shape[-1])).astype(values.dtype)
-        if _is_long(values):
+        if _a_column_backward(values):
             left = jnp.concatenate([scaled, -corrections], axis=-1)
             difference = contract("bqhd,bkhd->hqk", left, _with_columns(seen, columns))
         else:
@@ -109,14 +109,21 @@ def inverse_of(denominator: Float[Array, "*_shape"]) -> Float[Array, "*_shape"]:
     return jnp.where(denominator > 0, 1 / jnp.where(denominator > 0, denominator, 1), 0)
 
 
-def _is_long(values):
-    """Whether the mask is better one more column of the values than contracted with the exponentials by itself.
+# Whether the mask is better one more column of the values than contracted with the exponentials by itself. As a column it costs
+# a copy of the values, backward of the gradients, too; by itself further passes over [h, q, k]. Found with the compiler for TPU
+# v5e and heads of 64, in bytes of both passes; on CPU the rule backward is right, too.
 
-    As a column it costs a copy of values and gradients; by itself it costs further passes over [h, q, k]. Found with the
-    compiler for TPU v5e: -16 % of bytes at 8 sequences of 2048, +7 % at 32 of them, heads of 64.
-    """
+
+def _a_column_forward(values):
+    """-8 % at 4 sequences of 4096; at 2 to 32 of 2048 +4 to +14 %, but on CPU (time) -12 % at 2 of them."""
     b, k, _, d = values.shape
-    return k * activations.shards(BATCH) >= 2 * b * d
+    return (k > 2048 or activations.on_cpu()) and k * activations.shards(BATCH) >= 2 * b * d
+
+
+def _a_column_backward(values):
+    """-20 % at 16 sequences of 2048, -6 % at 32, -15 % at 16 of 1024; at 64 of them +5 %."""
+    b, k, _, d = values.shape
+    return 2 * k * activations.shards(BATCH) > b * d
 
 
 def _with_columns(values, columns):
