@@ -13,7 +13,7 @@ import platform
 
 import jax
 
-_OFF = "JAX_CPU_ENABLE_ASYNC_DISPATCH"
+_OPTION = "jax_cpu_enable_async_dispatch"
 
 # glibc's mallopt: numbers of its malloc.h, and the values that mean "never".
 _TRIM_THRESHOLD, _NEVER = -1, -1  # free memory at the end of the heap is not given back
@@ -28,8 +28,8 @@ def run_where_called() -> None:
 
     Of no effect once JAX has used its CPU devices. JAX_CPU_ENABLE_ASYNC_DISPATCH=1 keeps JAX's default.
     """
-    if _OFF not in os.environ:
-        jax.config.update(_OFF.lower(), False)
+    if _OPTION.upper() not in os.environ and _OPTION in jax.config.values:  # a later JAX may have dropped it
+        jax.config.update(_OPTION, False)
 
 
 def keep_memory(mesh: jax.sharding.Mesh) -> bool:
