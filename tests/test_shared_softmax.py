@@ -189,6 +189,14 @@ def test_bytes_are_near_the_lower_bound(batch, length, masked, most):
     assert largest_buffer(program) < batch * HEADS * length**2
 
 
+@needs_libtpu
+def test_a_factorized_table_moves_little_more_than_a_free_one():
+    """Beside R's bound: the table is written once and its gradient read, in float32."""
+    program = layer_program(sj.FactorizedRandom(2048), 8, 2048)
+    assert moved(program) < lower_bound(8, 2048) + 2 * 4 * HEADS * 2048**2
+    assert largest_buffer(program) < 8 * HEADS * 2048**2
+
+
 class Vanilla(sj.MultiHead):
     """The Transformer's causal attention with JAX's own gradients."""
 
