@@ -76,7 +76,8 @@ SECTIONS = (
     Section(
         "packed",
         "What packing costs R",
-        "Rows of several segments, whose positions count from 0 in each. On a CPU rows of many segments are slower than the general path.",
+        "Rows of several segments, whose positions count from 0 in each. On a CPU rows of many segments are slower than the "
+        "general path.",
         "attention.py --measures packed --lengths 128 512 --repeats 3",
     ),
     Section(

@@ -29,7 +29,7 @@ from etils import epath
 from synthesizer_jax import data, sharding
 from synthesizer_jax.models.batch import DECODER_ONLY, ENCODER_DECODER, ENCODER_ONLY, BatchKeys
 from synthesizer_jax.prediction import PROMPT, Predictor
-from synthesizer_jax.training import checkpoint, cpu, hosts
+from synthesizer_jax.training import checkpoint, hosts
 from synthesizer_jax.training.logging import say
 
 VALIDATION = "validation"  # the split whose results have the task's name alone
@@ -308,7 +308,6 @@ def load(
     for task in tasks:
         data.check_model(task.name, config)
     on_mesh, rules = (mesh or sharding.MeshShape()).build(), rules or sharding.Rules()
-    cpu.keep_memory(on_mesh)
     _, trained, fixed = checkpoint.restore_params(path, on_mesh, rules=rules)
     vocabulary = tasks[0].output_features[data.TARGETS].vocabulary
     ids = {"eos_id": vocabulary.eos_id, "vocab_size": vocabulary.vocab_size}
